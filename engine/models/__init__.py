@@ -1,0 +1,1 @@
+"""The decoder, its layers, and everything that reads model files."""

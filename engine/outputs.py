@@ -1,0 +1,177 @@
+"""What the engine tells: events of a request, figures of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.engine.errors import EngineError
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended normally."""
+
+    STOP = "stop"
+    """An end id of the model or a stop id of the request."""
+    LENGTH = "length"
+    """max_tokens, or the end of the context."""
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one sequence.
+
+    Args:
+        num_completion_tokens: tokens made, the end token included.
+    """
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a sequence's time went, seconds. None: it never came so far.
+
+    Args:
+        queued_s: arrival to the start of the first step that computed a token of it.
+        prefill_s: that start to the first token.
+        first_token_s: arrival to the first token.
+        decode_s: first token to last token.
+    """
+
+    queued_s: float | None
+    prefill_s: float | None
+    first_token_s: float | None
+    decode_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New output of one sequence since the last event that was taken.
+
+    Args:
+        token_ids: ids made, the end token included.
+        text: their text; a character whose bytes are not complete yet is held back.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """A sequence ended normally; nothing more follows for its index."""
+
+    index: int
+    reason: FinishReason
+    matched_token_id: int | None
+    usage: Usage
+    timings: Timings
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """The request failed; nothing more follows for it."""
+
+    error: EngineError
+
+
+OutputEvent = TokenEvent | FinishEvent | FailureEvent
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The KV pool, the null block not counted: free + cached + live = total."""
+
+    total: int
+    free: int
+    cached: int
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """What one slot did in a step."""
+
+    request_id: str
+    index: int
+    slot: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    is_finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step did.
+
+    Args:
+        num_waiting: queue length after the step was planned.
+        num_preemptions: sequences that lost their blocks while it was planned.
+        num_kv_slots_allocated, num_kv_slots_used: KV slots of live blocks, and those that hold a token after it.
+        schedule_s, execute_s, update_s: time of its three parts, seconds.
+    """
+
+    step: int
+    num_waiting: int
+    num_preemptions: int
+    blocks: BlockCounts
+    num_kv_slots_allocated: int
+    num_kv_slots_used: int
+    schedule_s: float
+    execute_s: float
+    update_s: float
+    rows: tuple[RowStats, ...]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prompts (and of outputs computed again after a preemption)."""
+        return sum(row.num_prefill_tokens for row in self.rows)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens computed one by one behind a finished prefill."""
+        return sum(row.num_decode_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Sums over all steps since the start; `num_rows` counts the slots that were busy, step by step."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_preemptions: int = 0
+    num_kv_slots_allocated: int = 0
+    num_kv_slots_used: int = 0
+    step_s: float = 0.0
+
+    def plus(self, stats: StepStats) -> StepTotals:
+        """The totals with one more step in them."""
+        return StepTotals(
+            num_steps=self.num_steps + 1,
+            num_rows=self.num_rows + len(stats.rows),
+            num_prefill_tokens=self.num_prefill_tokens + stats.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens + stats.num_decode_tokens,
+            num_preemptions=self.num_preemptions + stats.num_preemptions,
+            num_kv_slots_allocated=self.num_kv_slots_allocated + stats.num_kv_slots_allocated,
+            num_kv_slots_used=self.num_kv_slots_used + stats.num_kv_slots_used,
+            step_s=self.step_s + stats.schedule_s + stats.execute_s + stats.update_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine's load now."""
+
+    num_running: int
+    num_waiting: int
+    blocks: BlockCounts
+    totals: StepTotals

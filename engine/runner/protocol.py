@@ -1,0 +1,52 @@
+"""What the engine asks of whatever runs the model. No torch here: tests run the engine over a fake."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.engine.config import CacheLayout, ModelInfo
+from headrace.engine.scheduling.plan import StepPlan, StepResult
+from headrace.engine.tokenizer import Tokenizer
+
+
+class Runner(Protocol):
+    """Runs steps. Called from one worker thread, one call at a time."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens, write their KV, draw next tokens for the sampled rows.
+
+        Idempotent: a plan, or a part of its rows, run a second time writes the same KV to the same slots and
+        draws the same tokens. The fault barrier rests on it.
+
+        Raises:
+            Exception: the step as a whole failed; nothing of its result may be used.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back memory and threads. No call follows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run: what `load_model` returns and `AsyncEngine` takes."""
+
+    info: ModelInfo
+    layout: CacheLayout
+    runner: Runner
+    tokenizer: Tokenizer
+
+
+class LoadProgress(Protocol):
+    """Told how loading goes; may be called from any thread."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Say that `done` of `total` units of `stage` are through.
+
+        Args:
+            stage: words for a person, such as "reading weights".
+            done, total: same unit (bytes, tensors); total is 0 where it isn't known.
+        """
+        ...

@@ -1,0 +1,70 @@
+"""What crosses the border between the scheduler's thread and the runner's: a frozen plan in, a frozen result out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.sequence import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One row of a step: a run of tokens of one sequence.
+
+    Args:
+        first_position: position of the first token computed in this step = tokens whose KV is valid before it.
+        token_ids: tokens to compute, at least one; known tokens first, then drafts.
+        num_draft_tokens: how many of them, at the end, are drafts.
+        block_ids: the sequence's block table, long enough for all of `token_ids`.
+        is_sampled: whether this step reaches the end of the known tokens, so that a next token is drawn.
+        sampling: how it is drawn.
+        index: which of the request's sequences this is; part of the key of every draw.
+    """
+
+    sequence_id: SequenceId
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_draft_tokens: int
+    block_ids: tuple[int, ...]
+    is_sampled: bool
+    sampling: SamplingParams
+    index: int = 0
+
+    @property
+    def end_position(self) -> int:
+        """First position after this step's tokens: where a drawn token goes, and the row's KV length."""
+        return self.first_position + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Never empty."""
+
+    step: int
+    rows: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward pass computes."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Outcome of one row.
+
+    Args:
+        token_ids: the tokens drawn, in order; empty when the row was not sampled or failed.
+        failure: why the row can't go on (non-finite logits, say); None when it is healthy.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of a step: `rows[i]` belongs to `plan.rows[i]`."""
+
+    rows: tuple[RowResult, ...]

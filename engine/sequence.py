@@ -1,0 +1,151 @@
+"""A request as it was asked, and the running state of the sequence that answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NewType
+
+from headrace.engine.errors import InvalidTransition
+from headrace.engine.sampling.params import SamplingParams
+
+RequestId = NewType("RequestId", str)
+"""Made by the server; a client's own label is scoped to its RPC and never used as a key here."""
+
+SequenceId = NewType("SequenceId", int)
+"""Made by the engine, never used twice."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. "Prefilling" and "preempted" are no states: see `Sequence`."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+_ALLOWED = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset[SequenceStatus](),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a sequence ends.
+
+    Args:
+        max_tokens: most tokens to make; None means as many as context and KV pool allow.
+        token_ids: ids that end it, beside the model's own end ids.
+        ignore_eos: whether the model's own end ids do not end it.
+    """
+
+    max_tokens: int | None = None
+    token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParams:
+    """What of the output is wanted.
+
+    Args:
+        wants_text: whether ids are turned into text.
+        skip_special_tokens: whether special tokens are left out of the text.
+    """
+
+    wants_text: bool = True
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asked. Times are of the monotonic clock, seconds.
+
+    Args:
+        time_limit_s: longest time from arrival to the end; past it the request ends normally.
+        deadline_s: moment past which nobody waits for the answer any more.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopConditions = field(default_factory=StopConditions)
+    output: OutputParams = field(default_factory=OutputParams)
+    time_limit_s: float | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Running state of one sequence. Belongs to the event loop's thread.
+
+    Args:
+        token_ids: all known tokens: the prompt, then what was made.
+        max_len: length at which it ends with LENGTH, tokens.
+        end_token_ids: every id that ends it with STOP.
+        arrival_s: when it was submitted, monotonic seconds.
+        num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after a
+            preemption it is 0 and everything known is computed again.
+        slot: its place among the `max_num_seqs`, while it runs.
+        num_skips: how many later arrivals were admitted before it.
+    """
+
+    sequence_id: SequenceId
+    request: Request
+    max_len: int
+    end_token_ids: frozenset[int]
+    arrival_s: float
+    token_ids: list[int]
+    index: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    slot: int | None = None
+    num_skips: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the caller gave."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens made so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token is left to compute."""
+        return self.num_new_tokens == 1 and self.num_output_tokens > 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def expires_s(self) -> float | None:
+        """When its time limit or its deadline ends it, whichever is first; None for never."""
+        limit = self.request.time_limit_s
+        moments = [m for m in (self.request.deadline_s, None if limit is None else self.arrival_s + limit) if m is not None]
+        return min(moments) if moments else None
+
+    def transition(self, new: SequenceStatus) -> None:
+        """Move to `new`.
+
+        Raises:
+            InvalidTransition: a sequence's life has no such edge.
+        """
+        if new not in _ALLOWED[self.status]:
+            raise InvalidTransition(f"sequence {self.sequence_id}: {self.status.name} -> {new.name}")
+        self.status = new
