@@ -1,0 +1,1 @@
+"""Generated messages and stubs of the `headrace.v1` API. Run `make proto` to regenerate."""

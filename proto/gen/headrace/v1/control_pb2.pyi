@@ -1,0 +1,146 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DrainRequest(_message.Message):
+    __slots__ = ("grace",)
+    GRACE_FIELD_NUMBER: _ClassVar[int]
+    grace: _duration_pb2.Duration
+    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_unfinished",)
+    NUM_UNFINISHED_FIELD_NUMBER: _ClassVar[int]
+    num_unfinished: int
+    def __init__(self, num_unfinished: _Optional[int] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("num_blocks_flushed",)
+    NUM_BLOCKS_FLUSHED_FIELD_NUMBER: _ClassVar[int]
+    num_blocks_flushed: int
+    def __init__(self, num_blocks_flushed: _Optional[int] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    BATCHING_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    blocks: KvBlocks
+    totals: StepTotals
+    batching: str
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ...) -> None: ...
+
+class KvBlocks(_message.Message):
+    __slots__ = ("total", "free", "cached", "live")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    cached: int
+    live: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., live: _Optional[int] = ...) -> None: ...
+
+class StepTotals(_message.Message):
+    __slots__ = ("steps", "rows", "prefill_tokens", "decode_tokens", "preemptions", "kv_slots_allocated", "kv_slots_used", "step_seconds")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    KV_SLOTS_ALLOCATED_FIELD_NUMBER: _ClassVar[int]
+    KV_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    rows: int
+    prefill_tokens: int
+    decode_tokens: int
+    preemptions: int
+    kv_slots_allocated: int
+    kv_slots_used: int
+    step_seconds: float
+    def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_slots_allocated: _Optional[int] = ..., kv_slots_used: _Optional[int] = ..., step_seconds: _Optional[float] = ...) -> None: ...
+
+class WatchStepsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchStepsResponse(_message.Message):
+    __slots__ = ("step", "num_running", "num_waiting", "prefill_tokens", "decode_tokens", "preemptions", "blocks", "schedule_time", "execute_time", "update_time", "rows", "num_missed")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_TIME_FIELD_NUMBER: _ClassVar[int]
+    EXECUTE_TIME_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISSED_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    num_running: int
+    num_waiting: int
+    prefill_tokens: int
+    decode_tokens: int
+    preemptions: int
+    blocks: KvBlocks
+    schedule_time: _duration_pb2.Duration
+    execute_time: _duration_pb2.Duration
+    update_time: _duration_pb2.Duration
+    rows: _containers.RepeatedCompositeFieldContainer[StepRow]
+    num_missed: int
+    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., schedule_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., execute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., update_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ..., num_missed: _Optional[int] = ...) -> None: ...
+
+class StepRow(_message.Message):
+    __slots__ = ("request", "index", "slot", "prefill_tokens", "decode_tokens", "finished")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    index: int
+    slot: int
+    prefill_tokens: int
+    decode_tokens: int
+    finished: bool
+    def __init__(self, request: _Optional[str] = ..., index: _Optional[int] = ..., slot: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+
+class SetLatencyBudgetRequest(_message.Message):
+    __slots__ = ("time_per_output_token", "time_to_first_token", "priority")
+    TIME_PER_OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    time_per_output_token: _duration_pb2.Duration
+    time_to_first_token: _duration_pb2.Duration
+    priority: int
+    def __init__(self, time_per_output_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class SetLatencyBudgetResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Helpers shared by the tests: fakes with the real protocols, builders, checkers."""
