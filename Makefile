@@ -1,0 +1,114 @@
+# Everything a developer or CI runs. `make help` lists the targets.
+#
+#   PYTHON=python3.12      the interpreter that makes .venv
+#   TORCH_PIP_ARGS=…       more pip arguments for torch alone (say, the index of its CPU builds)
+#   PYTEST_ARGS="-k name"  more arguments for `make test`
+
+PYTHON ?= python3
+TORCH_PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := .ci/constraints.txt
+INSTALLED := $(VENV)/.installed
+LINKS := build/typing/headrace
+SOURCES := engine service clients/python tests .ci
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: install
+install: $(INSTALLED) ## make .venv with the pinned dependencies and this tree, editable
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Headrace needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "Could not make $(VENV). On Debian the module comes with: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV) (torch first: what follows must find the pinned one)"
+	$(PIP) install -q $(TORCH_PIP_ARGS) "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(PIP) install -q -c $(CONSTRAINTS) setuptools wheel
+	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[server,dev]'
+	@touch $@
+
+.PHONY: demo
+demo: $(INSTALLED) ## serve a real model and send it twenty requests at once
+	@$(BIN)/headrace demo
+
+# ---- checks ----------------------------------------------------------------------------------------
+
+.PHONY: check
+check: check-format check-lint check-types check-imports check-stubs check-protos check-docker ## all but the tests
+
+.PHONY: check-format check-lint check-types check-imports check-stubs check-protos check-docker
+check-format: $(INSTALLED)
+	$(BIN)/ruff format --check .
+
+check-lint: $(INSTALLED)
+	$(BIN)/ruff check .
+
+check-types: $(INSTALLED) links
+	$(BIN)/mypy -p headrace.engine -p headrace.service -p headrace.clients
+	$(BIN)/mypy tests .ci
+
+check-imports: $(INSTALLED) links
+	PYTHONPATH=build/typing $(BIN)/lint-imports --no-logo --cache-dir build/import_linter
+
+check-stubs: $(INSTALLED)
+	$(BIN)/python .ci/generate_stubs.py --check
+
+check-protos: $(INSTALLED)
+	$(BIN)/python .ci/lint_protos.py
+
+check-docker: $(INSTALLED)
+	@if $(BIN)/hadolint --version >/dev/null 2>&1; then \
+	  echo "hadolint docker/Dockerfile.*"; $(BIN)/hadolint docker/Dockerfile.*; \
+	else echo "hadolint does not run on this machine: Dockerfiles not linted"; fi
+
+# mypy and import-linter read the packages under their import names, without a reinstall for a new file.
+.PHONY: links
+links:
+	@mkdir -p $(LINKS)
+	@ln -sfn ../../../engine $(LINKS)/engine
+	@ln -sfn ../../../service $(LINKS)/service
+	@ln -sfn ../../../clients/python $(LINKS)/clients
+	@ln -sfn ../../../proto/gen/headrace/v1 $(LINKS)/v1
+
+.PHONY: test
+test: $(INSTALLED) ## the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-fast
+test-fast: $(INSTALLED) ## the tests that need no model and take no time
+	$(BIN)/python -m pytest -m "not slow and not model and not gpu" $(PYTEST_ARGS)
+
+# ---- changes ---------------------------------------------------------------------------------------
+
+.PHONY: format
+format: $(INSTALLED) ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+
+.PHONY: proto
+proto: $(INSTALLED) ## regenerate proto/gen from the protos
+	$(BIN)/python .ci/generate_stubs.py
+
+.PHONY: pins
+pins: $(INSTALLED) ## write the installed versions into .ci/constraints.txt
+	@{ sed -n '/^#/p' $(CONSTRAINTS); \
+	   $(PIP) freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+[a-z0-9.]*$$//'; } > $(CONSTRAINTS).new
+	@mv $(CONSTRAINTS).new $(CONSTRAINTS)
+
+.PHONY: clean
+clean: ## remove all that was built, .venv included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	find engine service clients tests proto .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- measurements: one `bench-NAME` target each ----------------------------------------------------
