@@ -206,6 +206,22 @@ def test_only_the_service_configuration_reads_the_environment() -> None:
     assert readers <= {"service/config.py"}
 
 
+def test_torch_is_imported_only_where_tensors_are() -> None:
+    tensor_code = re.compile(
+        r"engine/(batch|kv/storage|(attention|models|speculative)/\w+|sampling/(?!params)\w+|runner/(?!protocol)\w+)\.py"
+    )
+    importers = {
+        name
+        for name, node in production_nodes()
+        if (
+            isinstance(node, ast.Import)
+            and any(alias.name.partition(".")[0] == "torch" for alias in node.names)
+        )
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch")
+    }
+    assert {name for name in importers if tensor_code.fullmatch(name) is None} == set()
+
+
 def test_no_file_names_a_registry_or_a_folder_of_some_machine() -> None:
     found = []
     for path in repository_files():
