@@ -1,0 +1,242 @@
+"""The engine as asyncio sees it: one background coroutine that rebuilds the batch at every step.
+
+All state belongs to the event loop's thread; only `Runner.execute` runs elsewhere, with a frozen plan in and a
+frozen result out. So submit, abort and figures need no lock, and a long prefill never freezes the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, ModelInfo
+from headrace.engine.core import EngineCore, RequestEvent
+from headrace.engine.errors import Draining, EngineDead
+from headrace.engine.outputs import FailureEvent, Load
+from headrace.engine.runner.fault_barrier import FaultBarrier
+from headrace.engine.runner.protocol import LoadedModel
+from headrace.engine.sequence import Request, RequestId
+from headrace.engine.streams import StepWatch, TokenStream
+from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.validation import max_tokens_for
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """Serves requests for as long as its ``async with`` block lasts.
+
+    Leaving the block ends every open request with `Draining`; call `drain` before to let them finish.
+
+    Args:
+        model: what to serve.
+        config: limits and policy.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        self._model = model
+        self._config = config
+        self._core = EngineCore(model.info, model.layout, model.tokenizer, config, time.monotonic)
+        self._barrier = FaultBarrier(model.runner)
+        self._streams: dict[RequestId, TokenStream] = {}
+        self._to_abort: set[RequestId] = set()
+        self._watches: list[StepWatch] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._died = asyncio.Event()
+        self._death: EngineDead | None = None
+        self._is_draining = False
+        self._end_all = False
+        self._is_stopping = False
+        self._last_progress_s = time.monotonic()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-model")
+        self._loop_task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """The served model."""
+        return self._model.info
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Its KV pool."""
+        return self._model.layout
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its text side."""
+        return self._model.tokenizer
+
+    @property
+    def batching(self) -> BatchingPolicy:
+        """When waiting requests join the batch."""
+        return self._config.scheduler.batching
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Slots."""
+        return self._config.scheduler.max_num_seqs
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the loop has died of a fault."""
+        return self._death is not None
+
+    def seconds_since_progress(self) -> float:
+        """Heartbeat: 0 when there is nothing to do, else the time since the last finished step, seconds."""
+        return 0.0 if self._idle.is_set() else time.monotonic() - self._last_progress_s
+
+    async def __aenter__(self) -> Self:
+        self._loop_task = asyncio.create_task(self._run_guarded(), name="headrace-engine")
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_draining = self._is_stopping = True
+        self._wake.set()
+        if self._loop_task is not None:
+            # Not awaited itself: it may have been cancelled, which is no reason to cancel whoever leaves.
+            await asyncio.wait({self._loop_task})
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._barrier.close)
+        self._executor.shutdown(wait=False)
+
+    def max_tokens_for(self, request: Request) -> int:
+        """The cap that applies to a request: its own, or what context and KV pool leave to its prompt."""
+        return max_tokens_for(request, self.info, self.layout)
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: it can never be served; every field that is wrong is named.
+            DuplicateRequest: its id is live.
+            DeadlineExceeded: its deadline has passed already.
+            Overloaded: the queue is full.
+            Draining: nothing new is taken any more.
+            EngineDead: the loop has died.
+        """
+        if self._death is not None:
+            raise self._death
+        if self._is_draining:
+            raise Draining("the server is draining: it finishes what it has and takes nothing new")
+        self._core.add(request)
+        stream = self._streams[request.request_id] = TokenStream(request.request_id)
+        if self._idle.is_set():
+            self._last_progress_s = time.monotonic()
+            self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request as cancelled before the next step. Nothing happens when it is not live."""
+        if request_id in self._streams:
+            self._to_abort.add(request_id)
+            self._wake.set()
+
+    async def drain(self, grace_s: float | None) -> int:
+        """Take nothing new, let what there is finish.
+
+        Args:
+            grace_s: longest wait, seconds; None waits for as long as it takes.
+
+        Returns:
+            How many requests were unfinished at its end; they are ended with `Draining` before the next step.
+        """
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests are unfinished at the end of the drain", len(self._streams))
+        num_unfinished = len(self._streams)
+        if num_unfinished:
+            self._end_all = True
+            self._wake.set()
+        return num_unfinished
+
+    def load(self) -> Load:
+        """How busy it is now."""
+        return self._core.load
+
+    def watch_steps(self) -> StepWatch:
+        """Follow what each step does."""
+        watch = StepWatch(self._watches.remove)
+        self._watches.append(watch)
+        if self._death is not None:
+            watch.close()
+        return watch
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live and the pool has been audited."""
+        await self._idle.wait()
+
+    async def died(self) -> EngineDead:
+        """Wait until the loop dies of a fault, and get the fault."""
+        await self._died.wait()
+        if self._death is None:
+            raise AssertionError("the loop is said to have died of nothing")
+        return self._death
+
+    async def _run_guarded(self) -> None:
+        """Supervise the loop: however it ends, every open request gets an end."""
+        try:
+            await self._run()
+            self._publish(self._core.fail_all(_stopped()))
+        except BaseException as fault:
+            logger.critical("the engine loop died", exc_info=fault)
+            self._death = (
+                fault
+                if isinstance(fault, EngineDead)
+                else EngineDead(f"the engine died ({type(fault).__name__})")
+            )
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                stream.put(FailureEvent(self._death))
+            self._died.set()
+            # Anything but a cancellation has been told to everybody whom it concerns.
+            if isinstance(fault, asyncio.CancelledError):
+                raise
+        finally:
+            for watch in self._watches:
+                watch.close()
+            self._idle.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._is_stopping:
+            self._publish(self._core.abort(self._to_abort))
+            self._to_abort.clear()
+            self._publish(self._core.expire())
+            if self._end_all:
+                self._publish(self._core.fail_all(_stopped()))
+            plan = self._core.begin_step()
+            if plan is None:
+                if self._config.check_integrity:
+                    self._core.check_integrity()
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            result = await loop.run_in_executor(self._executor, self._barrier.execute, plan)
+            events, stats = self._core.finish_step(result)
+            self._last_progress_s = time.monotonic()
+            self._publish(events)
+            for watch in self._watches:
+                watch.put(stats)
+
+    def _publish(self, events: list[RequestEvent]) -> None:
+        for request_id, event in events:
+            stream = self._streams[request_id]
+            stream.put(event)
+            if stream.is_finished:
+                del self._streams[request_id]
+
+
+def _stopped() -> Draining:
+    return Draining("the server was stopped before the request was finished")

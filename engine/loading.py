@@ -1,0 +1,43 @@
+"""From a model's name to a model that runs. Torch is imported here, when a model is really wanted, and not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.runner.protocol import LoadedModel, LoadProgress
+
+
+def load_model(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedModel:
+    """Read a model, allocate its KV pool, make it ready to run. Takes seconds: call it off the event loop.
+
+    Args:
+        config: which model, and how.
+        progress: told how it goes.
+
+    Raises:
+        ModelLoadError: the files can't be served.
+        ConfigError: the configuration doesn't suit the model or the machine.
+    """
+    from headrace.engine.runner.loading import load
+
+    return load(config, progress)
+
+
+def resolve_model(spec: str, cache_dir: Path, progress: LoadProgress | None = None) -> Path:
+    """Find, or fetch into the cache, what `spec` names. May take minutes: call it off the event loop.
+
+    Args:
+        spec: a folder, a GGUF file, ``hf:org/name``, or the name of a known model.
+        cache_dir: where fetched and converted models are kept.
+        progress: told how it goes.
+
+    Returns:
+        A folder that `load_model` takes.
+
+    Raises:
+        ModelLoadError: there is no such thing, or it can't be fetched.
+    """
+    from headrace.engine.models.hub import resolve_model as resolve
+
+    return resolve(spec, progress, cache_dir)

@@ -1,0 +1,67 @@
+"""Keeps one bad row, or one bad step, from taking everybody with it."""
+
+from __future__ import annotations
+
+import logging
+
+from headrace.engine.errors import EngineDead
+from headrace.engine.runner.protocol import Runner
+from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class FaultBarrier:
+    """A runner around a runner. A step that raises is run again row by row, which `Runner.execute`'s idempotence
+    allows: the rows that raise alone fail alone, the others keep their results.
+
+    Args:
+        runner: the one that does the work.
+        max_failed_steps: so many steps in a row without one healthy row mean that the runner itself is broken.
+    """
+
+    def __init__(self, runner: Runner, max_failed_steps: int = 3) -> None:
+        self._runner = runner
+        self._max_failed_steps = max_failed_steps
+        self._num_failed_steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step.
+
+        Raises:
+            EngineDead: too many steps in a row had no healthy row.
+        """
+        try:
+            result = self._checked(plan)
+        except Exception:
+            logger.exception("step %d of %d rows failed, running them one by one", plan.step, len(plan.rows))
+            result = StepResult(tuple(self._execute_alone(plan, i) for i in range(len(plan.rows))))
+        if any(row.failure is None for row in result.rows):
+            self._num_failed_steps = 0
+        else:
+            self._num_failed_steps += 1
+        if self._num_failed_steps >= self._max_failed_steps:
+            raise EngineDead(f"{self._num_failed_steps} steps in a row failed for every request in them")
+        return result
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._runner.close()
+
+    def _execute_alone(self, plan: StepPlan, i: int) -> RowResult:
+        try:
+            return self._checked(StepPlan(plan.step, plan.rows[i : i + 1])).rows[0]
+        except Exception as error:
+            logger.exception("sequence %d of step %d fails alone too", plan.rows[i].sequence_id, plan.step)
+            return RowResult(failure=f"the model step failed ({type(error).__name__})")
+
+    def _checked(self, plan: StepPlan) -> StepResult:
+        result = self._runner.execute(plan)
+        if len(result.rows) != len(plan.rows):
+            raise ValueError(f"the runner answered {len(result.rows)} rows for a plan of {len(plan.rows)}")
+        for row, outcome in zip(plan.rows, result.rows, strict=True):
+            if outcome.failure is None and bool(outcome.token_ids) != row.is_sampled:
+                raise ValueError(
+                    f"sequence {row.sequence_id}: sampled={row.is_sampled}, got {outcome.token_ids}"
+                )
+        return result

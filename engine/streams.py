@@ -1,0 +1,116 @@
+"""Output slots: where the engine leaves what it made, and readers fetch it at their own pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from headrace.engine.outputs import FailureEvent, FinishEvent, OutputEvent, StepStats, TokenEvent
+from headrace.engine.sequence import RequestId
+
+_MAX_STEPS_KEPT = 256
+
+
+class TokenStream:
+    """The output slot of one request. The engine never waits for its reader: what is not fetched is joined.
+
+    Read it with ``async for``, or with `set_listener` and `take` when one task serves many.
+
+    Args:
+        request_id: the request's.
+    """
+
+    def __init__(self, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self._slot: list[OutputEvent] = []
+        self._ready = asyncio.Event()
+        self._is_finished = False
+        self._listener: Callable[[TokenStream], None] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last event has been put; it may still wait to be taken."""
+        return self._is_finished
+
+    def put(self, event: OutputEvent) -> None:
+        """Add an event; a token event joins the one before it. For the engine alone."""
+        last = self._slot[-1] if self._slot else None
+        if isinstance(event, TokenEvent) and isinstance(last, TokenEvent) and last.index == event.index:
+            self._slot[-1] = TokenEvent(event.index, last.token_ids + event.token_ids, last.text + event.text)
+        else:
+            self._slot.append(event)
+        self._is_finished = isinstance(event, FinishEvent | FailureEvent)
+        self._ready.set()
+        if last is None and self._listener is not None:
+            self._listener(self)
+
+    def take(self) -> list[OutputEvent]:
+        """Fetch, without waiting, everything since the last call."""
+        events, self._slot = self._slot, []
+        self._ready.clear()
+        return events
+
+    def set_listener(self, on_ready: Callable[[TokenStream], None]) -> None:
+        """Call `on_ready` each time the empty slot gets something, and now if it holds something already.
+
+        It is called on the event loop's thread from inside the engine's own round: it must be quick and not raise.
+        """
+        self._listener = on_ready
+        if self._slot:
+            on_ready(self)
+
+    async def __aiter__(self) -> AsyncIterator[OutputEvent]:
+        """Yield events until the last one."""
+        while not self._is_finished or self._slot:
+            await self._ready.wait()
+            for event in self.take():
+                yield event
+
+
+class StepWatch:
+    """Follows the steps of an engine: ``async with engine.watch_steps() as watch: async for missed, stats in watch``.
+
+    Keeps the newest 256 steps for a reader that lags; `missed` counts those dropped just before `stats`.
+    """
+
+    def __init__(self, on_close: Callable[[StepWatch], None]) -> None:
+        self._on_close = on_close
+        self._steps: deque[StepStats] = deque()
+        self._num_missed = 0
+        self._ready = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, stats: StepStats) -> None:
+        """Add a step. For the engine alone."""
+        # Only the oldest are dropped, so all that are missed lie just before the first that is kept.
+        if len(self._steps) == _MAX_STEPS_KEPT:
+            self._steps.popleft()
+            self._num_missed += 1
+        self._steps.append(stats)
+        self._ready.set()
+
+    def close(self) -> None:
+        """End the iteration once what is kept has been read."""
+        self._is_closed = True
+        self._ready.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._on_close(self)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StepStats]]:
+        """Yield (steps missed just before, step)."""
+        while self._steps or not self._is_closed:
+            if not self._steps:
+                self._ready.clear()
+                await self._ready.wait()
+                continue
+            missed, self._num_missed = self._num_missed, 0
+            yield missed, self._steps.popleft()

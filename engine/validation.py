@@ -1,0 +1,73 @@
+"""What a request must satisfy before it is queued, checked on token ids: in O(its size), before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from headrace.engine.config import CacheLayout, ModelInfo
+from headrace.engine.errors import FieldViolation, InvalidRequest
+from headrace.engine.sequence import Request
+
+
+def max_tokens_for(request: Request, info: ModelInfo, layout: CacheLayout) -> int:
+    """Most tokens that `request` may make: its own cap, or what context and KV pool leave to its prompt."""
+    room = min(info.max_model_len, layout.num_tokens) - len(request.prompt_token_ids)
+    return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
+
+
+def check_request(request: Request, info: ModelInfo, layout: CacheLayout) -> None:
+    """Refuse what can never be served.
+
+    Raises:
+        InvalidRequest: naming every field that is wrong, and the limit that it breaks.
+    """
+    violations = [*_prompt_violations(request, info, layout), *_stop_violations(request, info)]
+    limit = request.time_limit_s
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        violations.append(FieldViolation("time_limit", f"must be a positive time, got {limit} s"))
+    if violations:
+        raise InvalidRequest(*violations)
+
+
+def _prompt_violations(request: Request, info: ModelInfo, layout: CacheLayout) -> Iterator[FieldViolation]:
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt == 0:
+        yield FieldViolation("prompt", "must hold at least one token, got none")
+        return
+    foreign = _first_foreign(request.prompt_token_ids, info.vocab_size)
+    if foreign is not None:
+        yield FieldViolation(
+            "prompt.token_ids",
+            f"must be from 0 to {info.vocab_size - 1}, the model's vocabulary, got {foreign}",
+        )
+    asked = request.stop.max_tokens
+    total = num_prompt + (1 if asked is None or asked < 1 else asked)
+    for limit, name in (
+        (info.max_model_len, "the model's context"),
+        (layout.num_tokens, "the whole KV pool of this server"),
+    ):
+        if total > limit:
+            field = "prompt" if num_prompt >= limit else "stop.max_tokens"
+            yield FieldViolation(
+                field,
+                f"{num_prompt} prompt tokens and {total - num_prompt} to make are {total}, "
+                f"more than {name} holds: {limit} tokens",
+            )
+            return
+
+
+def _stop_violations(request: Request, info: ModelInfo) -> Iterator[FieldViolation]:
+    asked = request.stop.max_tokens
+    if asked is not None and asked < 1:
+        yield FieldViolation("stop.max_tokens", f"must be at least 1, got {asked}")
+    foreign = _first_foreign(request.stop.token_ids, info.vocab_size)
+    if foreign is not None:
+        yield FieldViolation(
+            "stop.token_ids",
+            f"must be from 0 to {info.vocab_size - 1}, the model's vocabulary, got {foreign}",
+        )
+
+
+def _first_foreign(token_ids: Iterable[int], vocab_size: int) -> int | None:
+    return next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)

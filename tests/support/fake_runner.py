@@ -1,0 +1,151 @@
+"""A model without floats: the next token is a pure function of all token ids of the sequence.
+
+Whatever the batch, the chunking, the preemptions: a request's output must equal its output alone. The runner reads
+the ids back from its own KV pool through the block table it is given, and notes who wrote each slot, so a wrong
+table, a block freed too early or a skipped token shows as an error, not as noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.engine.config import CacheLayout, ModelInfo
+from headrace.engine.errors import InvalidRequest, NoChatTemplate
+from headrace.engine.runner.protocol import LoadedModel
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, SequenceId, StepPlan, StepResult
+from headrace.engine.tokenizer import Chat
+
+NUM_BYTES = 256
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+
+
+def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
+    """The token that follows `token_ids`: a printable ASCII byte, never an end id."""
+    key = b",".join(b"%d" % token_id for token_id in token_ids)
+    digest = hashlib.blake2b(key, digest_size=8, key=b"%d" % seed).digest()
+    return 97 + int.from_bytes(digest, "little") % 26
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+    """What a request makes alone."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids, seed))
+    return token_ids[len(prompt) :]
+
+
+class KvViolation(AssertionError):
+    """The engine's block tables or positions are wrong."""
+
+
+@dataclass
+class FakeRunner:
+    """Obeys `headrace.engine.runner.protocol.Runner`.
+
+    Args:
+        layout: the pool it keeps.
+        before_step: called with each plan before it is run; may raise or block.
+        choose: replaces `next_token`.
+    """
+
+    layout: CacheLayout
+    before_step: Callable[[StepPlan], None] = lambda plan: None
+    choose: Callable[[Sequence[int], int], int] = next_token
+    plans: list[StepPlan] = field(default_factory=list)
+    is_closed: bool = False
+    _slots: dict[int, tuple[SequenceId, int, int]] = field(default_factory=dict)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.before_step(plan)
+        self.plans.append(plan)
+        for row in plan.rows:
+            self._write(row)
+        return StepResult(tuple(self._read(row) for row in plan.rows))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _slot(self, row: ScheduledSequence, position: int) -> int:
+        block_id = row.block_ids[position // self.layout.block_size]
+        if not 0 < block_id < self.layout.num_blocks:
+            raise KvViolation(f"block {block_id} is not one that a sequence may hold")
+        return block_id * self.layout.block_size + position % self.layout.block_size
+
+    def _write(self, row: ScheduledSequence) -> None:
+        for position, token_id in enumerate(row.token_ids, start=row.first_position):
+            self._slots[self._slot(row, position)] = (row.sequence_id, position, token_id)
+
+    def _read(self, row: ScheduledSequence) -> RowResult:
+        token_ids = []
+        for position in range(row.end_position):
+            writer = self._slots.get(self._slot(row, position))
+            if writer is None or writer[:2] != (row.sequence_id, position):
+                raise KvViolation(f"sequence {row.sequence_id}, position {position}: the slot holds {writer}")
+            token_ids.append(writer[2])
+        if not row.is_sampled:
+            return RowResult()
+        return RowResult((self.choose(token_ids, 0 if row.sampling.is_greedy else row.sampling.seed),))
+
+
+class FakeTokenizer:
+    """Bytes are ids; 256 begins and 257 ends a sequence. Its chat template is ``role: content`` line by line."""
+
+    def __init__(self, *, has_chat_template: bool = True) -> None:
+        self._has_chat_template = has_chat_template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._has_chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens * bool(text) + list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        special = {} if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>"}
+        pieces = (bytes([i]) if i < NUM_BYTES else special.get(i, b"") for i in token_ids)
+        return b"".join(pieces).decode(errors="replace")
+
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        return [{BOS: "<s>", EOS: "</s>"}.get(i) or f"<0x{i:02X}>" for i in token_ids]
+
+    def render_chat(self, chat: Chat) -> str:
+        if not self._has_chat_template:
+            raise NoChatTemplate("the model has no chat template")
+        if not chat.messages:
+            raise InvalidRequest.of("chat.messages", "must hold at least one message")
+        text = "".join(f"{message.role}: {message.content}\n" for message in chat.messages)
+        return text + "assistant: " * chat.add_generation_prompt
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        return list(rendered.encode())
+
+
+def make_fake_model(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+    before_step: Callable[[StepPlan], None] = lambda plan: None,
+    choose: Callable[[Sequence[int], int], int] = next_token,
+    tokenizer: FakeTokenizer | None = None,
+) -> LoadedModel:
+    """A served model over a `FakeRunner`.
+
+    Args:
+        num_blocks: blocks that sequences can hold (the null block comes on top).
+    """
+    layout = CacheLayout(num_blocks + 1, block_size)
+    info = ModelInfo(
+        name="fake",
+        family="fake",
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS}),
+        bos_token_id=BOS,
+        dtype="none",
+        num_parameters=0,
+    )
+    return LoadedModel(info, layout, FakeRunner(layout, before_step, choose), tokenizer or FakeTokenizer())

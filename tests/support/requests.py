@@ -1,0 +1,67 @@
+"""Builders of requests and configurations with short names for what a test is about."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+from headrace.engine import (
+    BatchingPolicy,
+    EngineConfig,
+    ModelConfig,
+    OutputParams,
+    Request,
+    RequestId,
+    SamplingParams,
+    SchedulerConfig,
+    StopConditions,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+_ids = count()
+
+
+def make_request(
+    *,
+    prompt: tuple[int, ...] | None = None,
+    prompt_len: int = 4,
+    max_tokens: int | None = 8,
+    request_id: str | None = None,
+    sampling: SamplingParams = GREEDY,
+    stop_token_ids: frozenset[int] = frozenset(),
+    ignore_eos: bool = False,
+    time_limit_s: float | None = None,
+    deadline_s: float | None = None,
+    output: OutputParams | None = None,
+) -> Request:
+    """A request; prompts of different requests differ unless given."""
+    number = next(_ids)
+    return Request(
+        request_id=RequestId(request_id or f"r{number}"),
+        prompt_token_ids=prompt
+        if prompt is not None
+        else tuple((number * 7 + i) % 97 for i in range(prompt_len)),
+        sampling=sampling,
+        stop=StopConditions(max_tokens, stop_token_ids, ignore_eos),
+        output=output or OutputParams(),
+        time_limit_s=time_limit_s,
+        deadline_s=deadline_s,
+    )
+
+
+def make_config(
+    *,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_prefill_chunk: int | None = None,
+    max_num_waiting: int = 1024,
+    max_num_skips: int = 64,
+    batching: BatchingPolicy = BatchingPolicy.CONTINUOUS,
+) -> EngineConfig:
+    """An engine configuration small enough for a test."""
+    return EngineConfig(
+        model=ModelConfig(Path("unused")),
+        scheduler=SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, max_prefill_chunk, max_num_waiting, max_num_skips, batching
+        ),
+    )
