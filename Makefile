@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "Could not make $(VENV). On Debian the module comes with: apt-get install python3-venv" >&2; exit 1; }
 	@echo "Installing into $(VENV) (torch first: what follows must find the pinned one)"
-	$(PIP) install -q $(TORCH_PIP_ARGS) "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(PIP) install $(TORCH_PIP_ARGS) "$$(grep '^torch==' $(CONSTRAINTS))"
 	$(PIP) install -q -c $(CONSTRAINTS) setuptools wheel
 	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[server,dev]'
 	@touch $@
