@@ -20,7 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_ROOT = ROOT / "proto"
 COMMITTED = PROTO_ROOT / "gen"
-PACKAGE_INIT = '"""Generated messages and stubs of the `headrace.v1` API. Run `make proto` to regenerate."""\n'
+PACKAGE_INIT = (
+    '"""Generated messages and stubs of the `headrace.v1` API. Run `make proto` to regenerate."""\n'
+)
 
 
 def installed_proto_root() -> Path:
