@@ -89,6 +89,10 @@ test: $(INSTALLED) ## the whole test suite
 test-fast: $(INSTALLED) ## the tests that need no model and take no time
 	$(BIN)/python -m pytest -m "not slow and not model and not gpu" $(PYTEST_ARGS)
 
+.PHONY: coverage
+coverage: $(INSTALLED) ## the tests that need no model, with the branches that they leave out
+	$(BIN)/python -m pytest -m "not slow and not model and not gpu" --cov --cov-report=term $(PYTEST_ARGS)
+
 # ---- changes ---------------------------------------------------------------------------------------
 
 .PHONY: format
