@@ -1,0 +1,105 @@
+"""The operator's client: load, steps as they happen, drain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from headrace.clients.connection import ConnectionOptions, open_channel
+from headrace.clients.convert import load_from_proto, step_from_proto
+from headrace.clients.errors import error_from_rpc
+from headrace.clients.events import Load, StepReport
+from headrace.clients.retry import Attempts, RetryPolicy, call_with_retries
+from headrace.v1 import control_pb2
+from headrace.v1.control_pb2_grpc import ControlServiceStub
+
+DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
+
+
+class ControlClient:
+    """A client of a server's control port, for one event loop. Every error that it raises is a
+    `HeadraceError`.
+
+    Args:
+        target: where the control port listens, "host:port" or "unix:/path".
+        credentials: for TLS; None is plain text.
+        retry: when `load` is asked again; nothing else is.
+        connection: keepalive and limits.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_CONTROL_TARGET,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        retry: RetryPolicy | None = None,
+        connection: ConnectionOptions | None = None,
+    ) -> None:
+        self.target = target
+        self._credentials = credentials
+        self._retry = retry or RetryPolicy()
+        self._connection = connection or ConnectionOptions()
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._channel is not None:
+            raise RuntimeError("the client is open already")
+        self._channel = open_channel(self.target, self._credentials, self._connection)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def load(self, *, timeout_s: float | None = None) -> Load:
+        """The load now, and sums over all steps since the start."""
+        stub = self._stub()
+        response = await call_with_retries(
+            lambda remaining_s: stub.GetLoad(control_pb2.GetLoadRequest(), timeout=remaining_s),
+            Attempts(self._retry, random.Random(), timeout_s),
+        )
+        return load_from_proto(response)
+
+    async def watch_steps(self) -> AsyncIterator[StepReport]:
+        """What each step did, as it happens, until the loop is left or the server ends."""
+        call = self._stub().WatchSteps(control_pb2.WatchStepsRequest())
+        try:
+            async for response in call:
+                yield step_from_proto(response)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()
+
+    async def drain(self, grace_s: float | None = None) -> int:
+        """Stop taking new requests and wait for the running ones.
+
+        Args:
+            grace_s: longest wait, seconds; None: the server's own.
+
+        Returns:
+            Requests that were still running when the grace ended.
+        """
+        request = control_pb2.DrainRequest()
+        if grace_s is not None:
+            grace = Duration()
+            grace.FromNanoseconds(round(grace_s * 1e9))
+            request.grace.CopyFrom(grace)
+        stub = self._stub()
+        response = await call_with_retries(
+            lambda remaining_s: stub.Drain(request, timeout=remaining_s),
+            Attempts(RetryPolicy(max_attempts=1), random.Random()),
+        )
+        return response.num_unfinished
+
+    def _stub(self) -> ControlServiceStub:
+        if self._channel is None:
+            raise RuntimeError("the client is not open: use `async with ControlClient(...) as control`")
+        return ControlServiceStub(self._channel)

@@ -1,0 +1,178 @@
+"""From the protocol's messages to this package's values."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from headrace.clients import events
+from headrace.clients.errors import ProtocolError
+from headrace.v1 import control_pb2, generation_pb2, model_pb2
+
+_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: events.FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: events.FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_TIME_LIMIT: events.FinishReason.TIME_LIMIT,
+    generation_pb2.FINISH_REASON_CANCELLED: events.FinishReason.CANCELLED,
+    generation_pb2.FINISH_REASON_ERROR: events.FinishReason.ERROR,
+}
+
+
+def event_from_proto(message: generation_pb2.GenerationEvent) -> events.Event:
+    """The value of an event that is no `error`."""
+    match message.WhichOneof("event"):
+        case "accepted":
+            return accepted_from_proto(message.accepted)
+        case "delta":
+            return events.Delta(message.delta.text, tuple(message.delta.token_ids), message.index)
+        case "finished":
+            return finished_from_proto(message.finished, message.index)
+        case other:
+            raise ProtocolError(f"request {message.request_id!r}: an event of unknown kind ({other})")
+
+
+def accepted_from_proto(message: generation_pb2.Accepted) -> events.Accepted:
+    """What a request really runs with."""
+    return events.Accepted(
+        num_prompt_tokens=message.prompt_tokens,
+        max_tokens=message.max_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        model=message.model,
+    )
+
+
+def sampling_from_proto(message: generation_pb2.SamplingOptions) -> events.Sampling:
+    """Sampling values; those that a server leaves out are off."""
+    return events.Sampling(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else None,
+    )
+
+
+def finished_from_proto(message: generation_pb2.Finished, index: int) -> events.Finished:
+    """How a sequence ended."""
+    usage, timings, stop = message.usage, message.timings, message.matched_stop
+    matched: int | str | None = None
+    if (kind := stop.WhichOneof("kind")) is not None:
+        matched = stop.token_id if kind == "token_id" else stop.text
+    return events.Finished(
+        reason=_REASONS.get(message.reason, events.FinishReason.UNSPECIFIED),
+        usage=events.Usage(
+            num_prompt_tokens=usage.prompt_tokens,
+            num_completion_tokens=usage.completion_tokens,
+            num_cached_tokens=usage.cached_tokens,
+            num_draft_tokens_proposed=usage.draft_tokens_proposed,
+            num_draft_tokens_accepted=usage.draft_tokens_accepted,
+        ),
+        timings=events.Timings(
+            queued_s=_seconds(timings, "queued"),
+            prefill_s=_seconds(timings, "prefill"),
+            time_to_first_token_s=_seconds(timings, "time_to_first_token"),
+            decode_s=_seconds(timings, "decode"),
+        ),
+        matched_stop=matched,
+        num_preemptions=message.preemptions,
+        index=index,
+    )
+
+
+def answer_from_proto(message: generation_pb2.GenerateOnceResponse) -> events.Answer:
+    """A whole answer."""
+    if not message.completions:
+        raise ProtocolError(f"request {message.request_id!r}: an answer without a completion")
+    return events.Answer(
+        request_id=message.request_id,
+        accepted=accepted_from_proto(message.accepted),
+        completions=tuple(
+            events.Completion(
+                text=completion.text,
+                token_ids=tuple(completion.token_ids),
+                finished=finished_from_proto(completion.finished, completion.index),
+                index=completion.index,
+            )
+            for completion in message.completions
+        ),
+    )
+
+
+def model_from_proto(message: model_pb2.Model) -> events.Model:
+    """A served model."""
+    return events.Model(
+        name=message.name,
+        family=message.family,
+        max_sequence_length=message.max_sequence_length,
+        vocabulary_size=message.vocabulary_size,
+        end_token_ids=tuple(message.end_token_ids),
+        bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
+        dtype=message.dtype,
+        num_parameters=message.num_parameters,
+        has_chat_template=message.has_chat_template,
+        default_sampling=sampling_from_proto(message.default_sampling),
+        num_kv_cache_tokens=message.kv_cache_tokens,
+        block_size=message.block_size,
+    )
+
+
+def load_from_proto(message: control_pb2.GetLoadResponse) -> events.Load:
+    """A server's load."""
+    totals = message.totals
+    return events.Load(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        max_num_seqs=message.max_num_seqs,
+        blocks=blocks_from_proto(message.blocks),
+        totals=events.StepTotals(
+            num_steps=totals.steps,
+            num_rows=totals.rows,
+            num_prefill_tokens=totals.prefill_tokens,
+            num_decode_tokens=totals.decode_tokens,
+            num_preemptions=totals.preemptions,
+            num_kv_slots_allocated=totals.kv_slots_allocated,
+            num_kv_slots_used=totals.kv_slots_used,
+            step_s=totals.step_seconds,
+        ),
+        batching=message.batching,
+    )
+
+
+def blocks_from_proto(message: control_pb2.KvBlocks) -> events.KvBlocks:
+    """The KV pool."""
+    return events.KvBlocks(message.total, message.free, message.cached, message.live)
+
+
+def step_from_proto(message: control_pb2.WatchStepsResponse) -> events.StepReport:
+    """What one step did."""
+    return events.StepReport(
+        step=message.step,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_prefill_tokens=message.prefill_tokens,
+        num_decode_tokens=message.decode_tokens,
+        num_preemptions=message.preemptions,
+        blocks=blocks_from_proto(message.blocks),
+        schedule_s=_duration_s(message.schedule_time),
+        execute_s=_duration_s(message.execute_time),
+        update_s=_duration_s(message.update_time),
+        rows=tuple(
+            events.StepRow(
+                request=row.request,
+                index=row.index,
+                slot=row.slot,
+                num_prefill_tokens=row.prefill_tokens,
+                num_decode_tokens=row.decode_tokens,
+                is_finished=row.finished,
+            )
+            for row in message.rows
+        ),
+        num_missed=message.num_missed,
+    )
+
+
+def _seconds(message: Message, name: str) -> float | None:
+    return _duration_s(getattr(message, name)) if message.HasField(name) else None
+
+
+def _duration_s(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9

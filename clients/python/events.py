@@ -1,0 +1,283 @@
+"""What the server tells, as frozen values. Times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    UNSPECIFIED = "unspecified"
+    """A reason that this client does not know yet."""
+    STOP = "stop"
+    """An end id or a stop id."""
+    LENGTH = "length"
+    """max_tokens, or the end of the context."""
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; `seed` is None where the server draws one per request."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request is queued, and this is what it really runs with.
+
+    Args:
+        max_tokens: the cap that applies: the request's, or what context and KV pool allow.
+        sampling: every value with its default filled in, the seed included.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int
+    sampling: Sampling
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one sequence. Several steps may be joined in one; nothing is dropped."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one sequence; `num_completion_tokens` includes the end token."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int = 0
+    num_draft_tokens_proposed: int = 0
+    num_draft_tokens_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a sequence's time went on the server, seconds. None: it never came so far.
+
+    Args:
+        queued_s: arrival to the first step that computed a token of it.
+        prefill_s: that step's start to the first token.
+        time_to_first_token_s: arrival to the first token.
+        decode_s: first token to last token.
+    """
+
+    queued_s: float | None
+    prefill_s: float | None
+    time_to_first_token_s: float | None
+    decode_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One sequence has ended.
+
+    Args:
+        matched_stop: the token id or the text that ended it, for STOP.
+        num_preemptions: how often it lost its KV to others and was computed again.
+    """
+
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    matched_stop: int | str | None = None
+    num_preemptions: int = 0
+    index: int = 0
+
+
+Event = Accepted | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole sequence."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer. The properties are those of its first sequence.
+
+    Args:
+        completions: one per sequence, ordered by index.
+    """
+
+    request_id: str
+    accepted: Accepted
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first sequence."""
+        return self.completions[0].token_ids
+
+    @property
+    def finished(self) -> Finished:
+        """How the first sequence ended."""
+        return self.completions[0].finished
+
+
+class ServingStatus(StrEnum):
+    """Whether a server takes requests."""
+
+    UNKNOWN = "UNKNOWN"
+    SERVING = "SERVING"
+    NOT_SERVING = "NOT_SERVING"
+    SERVICE_UNKNOWN = "SERVICE_UNKNOWN"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model.
+
+    Args:
+        family: architecture family, such as "llama".
+        max_sequence_length: longest sequence, prompt and output together, tokens.
+        end_token_ids: all ids that end a sequence.
+        default_sampling: what a sampling option means when it is not given.
+        num_kv_cache_tokens: tokens that the KV pool holds, for all sequences together.
+        block_size: tokens per KV block.
+    """
+
+    name: str
+    family: str
+    max_sequence_length: int
+    vocabulary_size: int
+    end_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    num_parameters: int
+    has_chat_template: bool
+    default_sampling: Sampling
+    num_kv_cache_tokens: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """Token ids of a text; `tokens` has the vocabulary's own spellings when they were asked for."""
+
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The prompt that a conversation becomes."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """The KV pool, the null block not counted: free + cached + live = total."""
+
+    total: int
+    free: int
+    cached: int
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Sums over all steps of the server.
+
+    Args:
+        num_rows: sequences that had a place in a step, summed over steps.
+        num_kv_slots_allocated, num_kv_slots_used: KV slots of allocated blocks, and those that hold a token,
+            summed over steps.
+        step_s: time spent in steps.
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_preemptions: int = 0
+    num_kv_slots_allocated: int = 0
+    num_kv_slots_used: int = 0
+    step_s: float = 0.0
+
+    def since(self, earlier: StepTotals) -> StepTotals:
+        """What was added after `earlier`."""
+        return StepTotals(
+            num_steps=self.num_steps - earlier.num_steps,
+            num_rows=self.num_rows - earlier.num_rows,
+            num_prefill_tokens=self.num_prefill_tokens - earlier.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens - earlier.num_decode_tokens,
+            num_preemptions=self.num_preemptions - earlier.num_preemptions,
+            num_kv_slots_allocated=self.num_kv_slots_allocated - earlier.num_kv_slots_allocated,
+            num_kv_slots_used=self.num_kv_slots_used - earlier.num_kv_slots_used,
+            step_s=self.step_s - earlier.step_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A server's load now; `batching` is "continuous" or "static"."""
+
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    blocks: KvBlocks
+    totals: StepTotals
+    batching: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one slot did in a step; `request` is the server's own id of the request."""
+
+    request: str
+    index: int
+    slot: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    is_finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did.
+
+    Args:
+        num_missed: steps that this watcher was too slow to receive, just before this one.
+    """
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_preemptions: int
+    blocks: KvBlocks
+    schedule_s: float
+    execute_s: float
+    update_s: float
+    rows: tuple[StepRow, ...]
+    num_missed: int = 0
