@@ -1,0 +1,161 @@
+"""Token-wise layers: linear, RMSNorm, gated MLP activation. None of them knows where a sequence begins.
+
+Letters: T tokens, K inputs, N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+# oneDNN lays weights out for about this many rows; any number of rows works.
+_PACKING_ROWS_HINT = 16
+
+
+class Linear(Protocol):
+    """``x @ weight.T + bias`` with the weight laid out as the device likes it."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            inputs: (T, K).
+
+        Returns:
+            (T, N), dtype of the weight.
+        """
+        ...
+
+    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """Apply the layer and add what came before it; `residual` is left alone.
+
+        Args:
+            residual: (T, N).
+            inputs: (T, K).
+
+        Returns:
+            (T, N).
+        """
+        ...
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Lay a weight out for its device. The caller drops its own reference to the weight: a packed layer keeps a copy.
+
+    Args:
+        weight: (N, K), on the device and in the type that it is computed with.
+        bias: (N,), the same.
+    """
+    if weight.device.type == "cpu" and can_prepack(weight.dtype):
+        return PrepackedLinear(weight, bias)
+    return DenseLinear(weight, bias)
+
+
+class DenseLinear:
+    """The weight as it is stored."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """See `Linear`."""
+        return F.linear(inputs, self._weight, self._bias)
+
+    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """See `Linear`."""
+        return F.linear(inputs, self._weight, self._bias).add_(residual)
+
+
+class PrepackedLinear:
+    """The weight reordered once into oneDNN's blocked layout, which `F.linear` on a CPU would not keep between calls."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(
+            weight.contiguous(), _PACKING_ROWS_HINT
+        )
+        self._bias = bias
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """See `Linear`."""
+        outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self._bias, "none", [], "")
+        return outputs
+
+    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """See `Linear`; the addition is part of the matrix product's last pass."""
+        outputs: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            inputs, residual, self._weight, self._bias, "add"
+        )
+        return outputs
+
+
+@cache
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Whether this build and processor multiply with packed weights of `dtype`, tried on a small product."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    weight = (torch.arange(48 * 32, dtype=torch.float32).view(48, 32) % 7 - 3).to(dtype)
+    inputs = (torch.arange(5 * 32, dtype=torch.float32).view(5, 32) % 5 - 2).to(dtype)
+    bias = torch.arange(48, dtype=torch.float32).to(dtype)
+    residual = torch.ones(5, 48, dtype=dtype)
+    try:
+        packed = PrepackedLinear(weight, bias)
+        plain, added = packed(inputs), packed.add_to(residual, inputs)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        # The operators are there for torch's own compiler: a build may lack them.
+        _log.warning("weights are not prepacked, so linear layers run slower: %s", error)
+        return False
+    expected = F.linear(inputs, weight, bias)
+    return bool(torch.allclose(plain, expected)) and bool(torch.allclose(added, expected + residual))
+
+
+class RmsNorm:
+    """Root-mean-square norm (arXiv 1910.07467), computed in fp32 whatever the model's type is."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Keep the gain.
+
+        Args:
+            weight: (K,).
+            eps: added to the mean square.
+        """
+        self._weight = weight.float()
+        self._eps = eps
+        self._mean_factor = 1.0 / weight.shape[0]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalise each token.
+
+        Args:
+            hidden: (T, K).
+
+        Returns:
+            (T, K), dtype of `hidden`.
+        """
+        if hidden.is_cuda:
+            weight = self._weight.to(hidden.dtype)
+            return F.rms_norm(hidden, weight.shape, weight, self._eps)
+        # One pass for the norm and in-place products: several times faster on a CPU than torch's own composite.
+        wide = hidden.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale.square_().mul_(self._mean_factor).add_(self._eps).rsqrt_()
+        return (wide * scale).mul_(self._weight).to(hidden.dtype)
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product (arXiv 2002.05202).
+
+    Args:
+        gate_up: (T, 2 * N): the gate's half, then the other.
+
+    Returns:
+        (T, N): ``silu(gate) * up``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

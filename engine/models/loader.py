@@ -1,0 +1,170 @@
+"""From a model folder to a decoder that is ready to compute, or to an error that says what is wrong with the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from headrace.engine.config import ModelConfig, ModelInfo
+from headrace.engine.errors import ConfigError, ModelLoadError
+from headrace.engine.models.checkpoint import Checkpoint, read_config
+from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.generation_defaults import declared_eos_token_ids, log_sampling_defaults
+from headrace.engine.models.registry import spec_of
+from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
+from headrace.engine.runner.protocol import LoadProgress
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STAGE = "reading weights"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDecoder:
+    """A decoder, and what its folder says about it."""
+
+    decoder: Decoder
+    info: ModelInfo
+
+
+def load_decoder(
+    config: ModelConfig,
+    device: torch.device,
+    progress: LoadProgress | None = None,
+    *,
+    tokenizer_eos_token_ids: Collection[int] = (),
+) -> LoadedDecoder:
+    """Read a model folder.
+
+    Args:
+        config: `config.path` is a folder with config.json and safetensors.
+        device: where to compute.
+        progress: told the bytes read.
+        tokenizer_eos_token_ids: end ids that the tokenizer declares, joined with those of the other files.
+
+    Raises:
+        ModelLoadError: the files can't be served as they are.
+        ConfigError: the configuration asks for something that this model or device can't give.
+    """
+    folder = config.path
+    config_file = read_config(folder)
+    spec = spec_of(config_file)
+    max_len = _choose_max_len(config.max_model_len, spec)
+    dtype = choose_dtype(config.dtype, device)
+    log_sampling_defaults(folder)
+    with Checkpoint(folder) as checkpoint:
+        spec = _settle_head(spec, checkpoint)
+        checkpoint.require(spec.tensors())
+        decoder = Decoder(spec, _ConvertedWeights(checkpoint, spec, dtype, device, progress), max_len=max_len)
+    bos = config_file.integers("bos_token_id")
+    info = ModelInfo(
+        name=config.name or folder.resolve().name,
+        family=spec.family,
+        max_model_len=max_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=declared_eos_token_ids(folder, tokenizer_eos_token_ids, spec.vocab_size),
+        bos_token_id=bos[0] if bos else None,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=sum(math.prod(shape) for shape in spec.tensors().values()),
+    )
+    return LoadedDecoder(decoder, info)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The type to compute in. "auto" takes bfloat16 where the device multiplies it in hardware, else float32.
+
+    Args:
+        wanted: one of `headrace.engine.config.DTYPES`.
+
+    Raises:
+        ConfigError: the device can't compute in that type at a useful speed.
+    """
+    if device.type == "cpu":
+        return _choose_cpu_dtype(wanted)
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    _log.info("dtype auto: %s on %s", dtype, torch.cuda.get_device_name(device))
+    return dtype
+
+
+def _choose_cpu_dtype(wanted: str) -> torch.dtype:
+    if wanted == "float16":
+        raise ConfigError("float16 has no fast kernels on a CPU: use dtype bfloat16, float32 or auto")
+    abilities = torch.cpu.get_capabilities()
+    has_bf16 = bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
+    if wanted == "auto":
+        dtype = torch.bfloat16 if has_bf16 else torch.float32
+        reason = (
+            "the processor multiplies bfloat16" if has_bf16 else "the processor does not multiply bfloat16"
+        )
+        _log.info("dtype auto: %s, since %s", dtype, reason)
+        return dtype
+    if wanted == "bfloat16" and not has_bf16:
+        _log.warning(
+            "dtype bfloat16: this processor does not multiply it, so it may be much slower than float32"
+        )
+    return _DTYPES[wanted]
+
+
+def _choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:
+    if wanted is None:
+        return spec.max_position_embeddings
+    if wanted > spec.max_len:
+        raise ConfigError(
+            f"max_model_len={wanted} is beyond what the model can do: use {spec.max_len} or less"
+        )
+    return wanted
+
+
+def _settle_head(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """A tied head may be stored all the same. Where it differs from the embedding it is used, as the reference does."""
+    if not spec.tied_head or HEAD not in checkpoint.names or EMBEDDING not in checkpoint.names:
+        return spec
+    if torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+        return spec
+    _log.warning(
+        "config.json ties the head to the embedding, but %s differs from it: the stored head is used",
+        checkpoint.describe(HEAD),
+    )
+    return dataclasses.replace(spec, tied_head=False)
+
+
+class _ConvertedWeights:
+    """A `WeightSource` over a checkpoint: converts, checks that all is finite, tells how far it is."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: LoadProgress | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype, self._device = dtype, device
+        self._progress = progress
+        self._num_read = 0
+        self._num_total = sum(math.prod(shape) for shape in spec.tensors().values()) * dtype.itemsize
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in the wanted type on the wanted device."""
+        # The file stays mapped only while it is read: what is kept is always a copy.
+        tensor = self._checkpoint.read(name).to(dtype=self._dtype, device=self._device, copy=True)
+        lowest, highest = torch.aminmax(tensor)
+        # NaN comes through as both, and a value too large for the type as an infinity.
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            where = self._checkpoint.describe(name)
+            raise ModelLoadError(
+                f"{where} holds a value that is not finite as {str(self._dtype).removeprefix('torch.')}"
+            )
+        self._num_read += tensor.nbytes
+        if self._progress is not None:
+            self._progress(_STAGE, self._num_read, self._num_total)
+        return tensor

@@ -1,0 +1,193 @@
+"""Rotary position embedding and its length-extending variants (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
+
+Every variant is either computed as the reference library computes it or refused when the model is loaded: a
+scaling that is read wrongly degrades long inputs without any error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from headrace.engine.errors import ModelLoadError
+from torch import Tensor
+
+
+class RopeKind(StrEnum):
+    """The variants that are computed exactly."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+    DYNAMIC = "dynamic"
+    """Depends on how long the sequence has grown, so cached keys would go stale; up to the model's own length it
+    is the default variant, and no further is it offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """How positions turn queries and keys. Values that a kind doesn't use are left at their defaults.
+
+    Args:
+        theta: base of the wavelengths.
+        factor: by how much the context was stretched.
+        original_max_positions: context length before stretching.
+        low_freq_factor, high_freq_factor: llama3: wavelengths beyond ``original / low`` are stretched whole,
+            those below ``original / high`` not at all.
+        attention_factor: yarn: factor on cosine and sine; None derives it from `factor`.
+        beta_fast, beta_slow: yarn: rotations over the original context where the ramp begins and ends.
+        mscale, mscale_all_dim: yarn: together they give the attention factor where it isn't named.
+        truncate: yarn: whether the ramp's ends are rounded to whole dimensions.
+    """
+
+    kind: RopeKind = RopeKind.DEFAULT
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.theta <= 0 or self.factor < 1.0:
+            raise ModelLoadError(
+                f"rope theta {self.theta} and factor {self.factor} can't be right: theta is positive, factor 1 or more"
+            )
+        if self.kind is RopeKind.LLAMA3 and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ModelLoadError(
+                f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
+                f"not {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.kind in (RopeKind.LLAMA3, RopeKind.YARN) and self.original_max_positions < 1:
+            raise ModelLoadError(
+                f"{self.kind} rope scaling needs original_max_position_embeddings of 1 or more, "
+                f"not {self.original_max_positions}"
+            )
+
+    def longest_positions(self, max_position_embeddings: int) -> int:
+        """The greatest context that this scaling was made for, tokens."""
+        match self.kind:
+            case RopeKind.LINEAR:
+                return int(max_position_embeddings * self.factor)
+            case RopeKind.YARN:
+                return max(max_position_embeddings, int(self.original_max_positions * self.factor))
+            case _:
+                return max_position_embeddings
+
+
+class RotaryTable:
+    """Cosine and sine of every position, in fp32, computed once."""
+
+    def __init__(
+        self, spec: RopeSpec, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Compute the table.
+
+        Args:
+            max_positions: positions 0 .. max_positions - 1 can be looked up.
+            dtype: of the factors that `rows` gives out.
+        """
+        inverse_frequencies, attention_factor = rope_frequencies(spec, head_dim)
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
+        cosine, sine = angles.cos() * attention_factor, angles.sin() * attention_factor
+        # (positions, 2, 2, D/2): cosine twice, then the sine that belongs to the swapped halves, sign included.
+        table = torch.stack((cosine, cosine, -sine, sine), dim=1).view(max_positions, 2, 2, head_dim // 2)
+        self._table = table.to(device=device, dtype=dtype)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors for the tokens of one step; all layers share them.
+
+        Args:
+            positions: (T,), int64.
+
+        Returns:
+            cosine, sine: (T, 1, 2, D/2) each, for `rotate`.
+        """
+        rows = self._table.index_select(0, positions)
+        return rows[:, None, 0], rows[:, None, 1]
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn each head by its token's position; the two halves of the head are the coordinates.
+
+    Args:
+        heads: (T, H, D), last axis contiguous.
+        cosine, sine: as `RotaryTable.rows` gives them.
+
+    Returns:
+        (T, H, D), contiguous.
+    """
+    num_tokens, num_heads, head_dim = heads.shape
+    halves = heads.view(num_tokens, num_heads, 2, head_dim // 2)
+    return (halves * cosine).addcmul_(halves.flip(2), sine).view(num_tokens, num_heads, head_dim)
+
+
+def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair of coordinates, and the factor on cosine and sine.
+
+    Returns:
+        (D/2,) fp32 radians per position; the attention factor, 1 for every kind but yarn.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    base_frequencies = 1.0 / (spec.theta**exponents)
+    match spec.kind:
+        case RopeKind.DEFAULT | RopeKind.DYNAMIC:
+            return base_frequencies, 1.0
+        case RopeKind.LINEAR:
+            return base_frequencies / spec.factor, 1.0
+        case RopeKind.LLAMA3:
+            return _llama3_frequencies(spec, base_frequencies), 1.0
+        case RopeKind.YARN:
+            return _yarn_frequencies(spec, head_dim), _yarn_attention_factor(spec)
+
+
+def _llama3_frequencies(spec: RopeSpec, base_frequencies: Tensor) -> Tensor:
+    """Short wavelengths stay, long ones are divided by the factor, those between are blended."""
+    original = spec.original_max_positions
+    wavelengths = 2 * math.pi / base_frequencies
+    blend = (original / wavelengths - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blended = (1 - blend) * base_frequencies / spec.factor + blend * base_frequencies
+    is_long = wavelengths > original / spec.low_freq_factor
+    is_short = wavelengths < original / spec.high_freq_factor
+    return torch.where(
+        is_long, base_frequencies / spec.factor, torch.where(is_short, base_frequencies, blended)
+    )
+
+
+def _yarn_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """YaRN's "NTK by parts": interpolate the slow dimensions, keep the fast ones, ramp between."""
+
+    def dimension_of(num_rotations: float) -> float:
+        rotations_at_one = spec.original_max_positions / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(rotations_at_one) / (2 * math.log(spec.theta))
+
+    low, high = dimension_of(spec.beta_fast), dimension_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # The reference widens an empty ramp by the same amount instead of dividing by zero.
+    width = (high - low) or 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    wavelengths = spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    interpolated, extrapolated = 1.0 / (spec.factor * wavelengths), 1.0 / wavelengths
+    return interpolated * ramp + extrapolated * (1 - ramp)
+
+
+def _yarn_attention_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+
+    def mscale_of(weight: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * weight * math.log(spec.factor) + 1.0
+
+    if spec.mscale and spec.mscale_all_dim:
+        return mscale_of(spec.mscale) / mscale_of(spec.mscale_all_dim)
+    return mscale_of(1.0)
