@@ -1,0 +1,114 @@
+"""From a step's plan to the tensors of one forward pass: the only place where they are made.
+
+All rows lie behind each other on one flat token axis (selective batching, Orca, OSDI '22).
+Letters: T tokens of the step, B rows, R sampled rows, M width of the block table, S block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.attention.backend import AttentionMetadata
+from headrace.engine.errors import IntegrityError
+from headrace.engine.scheduling.plan import StepPlan
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """What the decoder is called with.
+
+    Args:
+        input_ids: (T,), int64.
+        positions: (T,), int64: place of each token in its own sequence.
+        attention: where the tokens stand in the paged cache.
+        logits_rows: (R,), int64: tokens of the flat axis whose logits are wanted, ascending; may be empty.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    attention: AttentionMetadata
+    logits_rows: Tensor
+
+
+def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) -> ModelInput:
+    """Lay a plan's rows out as tensors.
+
+    Args:
+        plan: at least one row, each of at least one token.
+        block_size: tokens per block, S.
+        device: where the tensors go.
+
+    Raises:
+        IntegrityError: the plan or one of its rows is empty, or a row's block table is too short for its tokens.
+    """
+    rows = plan.rows
+    num_rows, num_tokens = len(rows), plan.num_tokens
+    query_lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, num_rows)
+    if num_rows == 0 or query_lens.min() == 0:
+        raise IntegrityError(f"step {plan.step} has no rows, or a row without tokens")
+    first_positions = np.fromiter((row.first_position for row in rows), np.int64, num_rows)
+    seq_lens = first_positions + query_lens
+    cu_seqlens_q = _cumulated(query_lens)
+
+    row_of_token = np.repeat(np.arange(num_rows), query_lens)
+    positions = np.arange(num_tokens) + (first_positions - cu_seqlens_q[:-1])[row_of_token]
+    block_table = _block_table(plan, -(-seq_lens // block_size))
+    block_of_token = block_table[row_of_token, positions // block_size].astype(np.int64)
+    is_sampled = np.fromiter((row.is_sampled for row in rows), np.bool_, num_rows)
+
+    def tensor(array: NDArray[np.int64] | NDArray[np.int32], dtype: type[np.int32 | np.int64]) -> Tensor:
+        return torch.from_numpy(array.astype(dtype, copy=False)).to(device, non_blocking=True)
+
+    return ModelInput(
+        input_ids=tensor(
+            np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, num_tokens), np.int64
+        ),
+        positions=tensor(positions, np.int64),
+        attention=AttentionMetadata(
+            slot_mapping=tensor(block_of_token * block_size + positions % block_size, np.int64),
+            block_table=tensor(block_table, np.int32),
+            seq_lens=tensor(seq_lens, np.int32),
+            cu_seqlens_q=tensor(cu_seqlens_q, np.int32),
+            cu_seqlens_k=tensor(_cumulated(seq_lens), np.int32),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+        ),
+        logits_rows=tensor(cu_seqlens_q[1:][is_sampled] - 1, np.int64),
+    )
+
+
+def _cumulated(lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Running totals of `lens`, with a leading 0."""
+    totals = np.zeros(len(lens) + 1, np.int64)
+    np.cumsum(lens, out=totals[1:])
+    return totals
+
+
+def _block_table(plan: StepPlan, num_blocks: NDArray[np.int64]) -> NDArray[np.int32]:
+    """(B, M): the blocks that hold each row's tokens so far, padded with the null block.
+
+    Blocks held ahead of the tokens are left out, so that nothing of them is ever read.
+    """
+    for row, wanted in zip(plan.rows, num_blocks.tolist(), strict=True):
+        if len(row.block_ids) < wanted:
+            raise IntegrityError(
+                f"sequence {row.sequence_id}: {len(row.block_ids)} blocks can't hold {row.end_position} tokens"
+            )
+    width = int(num_blocks.max())
+    table = np.zeros((len(plan.rows), width), np.int32)
+    table[np.arange(width) < num_blocks[:, None]] = np.fromiter(
+        chain.from_iterable(
+            islice(row.block_ids, wanted) for row, wanted in zip(plan.rows, num_blocks.tolist(), strict=True)
+        ),
+        np.int32,
+        int(num_blocks.sum()),
+    )
+    return table
