@@ -1,0 +1,90 @@
+"""ControlService: for the operator, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from headrace.engine import InvalidRequest
+from headrace.service.convert import load_to_proto, seconds, step_to_proto
+from headrace.service.health import Health
+from headrace.service.interceptors import Context
+from headrace.service.serving import Serving
+from headrace.service.status import not_offered
+from headrace.service.telemetry import log
+from headrace.v1 import control_pb2, control_pb2_grpc
+
+
+class Drainer:
+    """The one way to leave: not ready first, then a pause in which balancers notice, then nothing new.
+
+    Args:
+        lame_duck_s: that pause, seconds.
+        grace_s: longest wait for running requests where the caller names none, seconds.
+    """
+
+    def __init__(self, serving: Serving, health: Health, lame_duck_s: float, grace_s: float) -> None:
+        self._serving = serving
+        self._health = health
+        self._lame_duck_s = lame_duck_s
+        self._grace_s = grace_s
+        self._has_paused = False
+
+    async def drain(self, grace_s: float | None = None) -> int:
+        """Drain the engine; may be called again, and at the same time.
+
+        Returns:
+            How many requests were unfinished at the end of the grace.
+        """
+        engine = self._serving.model().engine
+        grace_s = self._grace_s if grace_s is None else grace_s
+        log.info("draining", lame_duck_s=self._lame_duck_s, grace_s=grace_s)
+        await self._health.leave()
+        if not self._has_paused:
+            self._has_paused = True
+            await asyncio.sleep(self._lame_duck_s)
+        num_unfinished = await engine.drain(grace_s)
+        log.info("drained", unfinished=num_unfinished)
+        return num_unfinished
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """Load, steps, drain."""
+
+    def __init__(self, serving: Serving, drainer: Drainer) -> None:
+        self._serving = serving
+        self._drainer = drainer
+
+    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
+        """Finish what runs, take nothing new."""
+        grace_s = seconds(request.grace) if request.HasField("grace") else None
+        if grace_s is not None and grace_s < 0:
+            raise InvalidRequest.of("grace", f"must not be negative, got {grace_s:g} s")
+        return control_pb2.DrainResponse(num_unfinished=await self._drainer.drain(grace_s))
+
+    async def FlushCache(
+        self, request: control_pb2.FlushCacheRequest, context: Context
+    ) -> control_pb2.FlushCacheResponse:
+        """Not in this build: there is no prefix cache to flush."""
+        raise not_offered("FlushCache")
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: Context
+    ) -> control_pb2.GetLoadResponse:
+        """The load now."""
+        engine = self._serving.model().engine
+        return load_to_proto(engine.load(), engine.batching.value, engine.max_num_seqs)
+
+    async def WatchSteps(
+        self, request: control_pb2.WatchStepsRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchStepsResponse]:
+        """Each step as it happens, until the engine ends."""
+        async with self._serving.model().engine.watch_steps() as watch:
+            async for num_missed, stats in watch:
+                yield step_to_proto(stats, num_missed)
+
+    async def SetLatencyBudget(
+        self, request: control_pb2.SetLatencyBudgetRequest, context: Context
+    ) -> control_pb2.SetLatencyBudgetResponse:
+        """Not in this build."""
+        raise not_offered("SetLatencyBudget")

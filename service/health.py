@@ -1,0 +1,78 @@
+"""grpc.health.v1: ready means that a generation would be answered now.
+
+Names: "" and each service of `headrace.v1` say whether the server is ready. "liveness" is SERVING from the
+first moment on, while the model loads too, and NOT_SERVING once the engine is dead or stuck: restart it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio
+from headrace.engine import AsyncEngine
+from headrace.service.telemetry import log
+
+LIVENESS = "liveness"
+READINESS = ("", "headrace.v1.GenerationService", "headrace.v1.ModelService", "headrace.v1.ControlService")
+
+
+class Health:
+    """The health of the process, and the servicer that tells it. Make it with `Health.start`."""
+
+    def __init__(self) -> None:
+        self.servicer = health_aio.HealthServicer()
+        self._is_ready = False
+        self._is_leaving = False
+
+    @classmethod
+    async def start(cls) -> Health:
+        """Alive, not ready. The library's servicer begins as SERVING, so this comes before any port opens."""
+        health = cls()
+        await health._tell(READINESS, is_serving=False)
+        await health._tell((LIVENESS,), is_serving=True)
+        return health
+
+    async def ready(self) -> None:
+        """A generation has passed: requests are welcome."""
+        self._is_ready = True
+        if not self._is_leaving:
+            await self._tell(READINESS, is_serving=True)
+
+    async def leave(self) -> None:
+        """Send new requests elsewhere, from now on for ever."""
+        self._is_leaving = True
+        await self._tell(READINESS, is_serving=False)
+
+    async def dead(self) -> None:
+        """The engine has died."""
+        await self.leave()
+        await self._tell((LIVENESS,), is_serving=False)
+
+    async def watch(self, engine: AsyncEngine, stall_timeout_s: float, interval_s: float) -> None:
+        """Follow the engine's heartbeat until cancelled: an engine that is stuck is neither ready nor alive.
+
+        Args:
+            stall_timeout_s: longest time between two finished steps while there is work, seconds.
+            interval_s: how often to look, seconds.
+        """
+        is_stuck = False
+        while True:
+            await asyncio.sleep(interval_s)
+            silent_s = engine.seconds_since_progress()
+            if is_stuck == (silent_s > stall_timeout_s):
+                continue
+            is_stuck = not is_stuck
+            if is_stuck:
+                log.error("engine stuck", silent_s=round(silent_s, 1), stall_timeout_s=stall_timeout_s)
+                await self._tell((*READINESS, LIVENESS), is_serving=False)
+            else:
+                log.warning("engine moves again")
+                await self._tell((LIVENESS,), is_serving=True)
+                if self._is_ready and not self._is_leaving:
+                    await self._tell(READINESS, is_serving=True)
+
+    async def _tell(self, services: tuple[str, ...], *, is_serving: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        for service in services:
+            await self.servicer.set(service, response.SERVING if is_serving else response.NOT_SERVING)

@@ -1,0 +1,136 @@
+"""Around every `headrace.v1` handler: errors become statuses, slow readers are cut, outcomes are logged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_status import rpc_status
+from headrace.service.status import RpcFailure, failure_from, invalid
+from headrace.service.telemetry import log, places_of
+from headrace.service.unsupported import unknown_fields
+
+T = TypeVar("T")
+
+_OURS = "/headrace.v1."
+
+# grpc.aio is generic in the messages of each method; this file serves all methods alike.
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Wraps each handler of `headrace.v1` so that
+
+    - an exception becomes a status in one place, with nothing in it that isn't meant for the caller;
+    - a cancellation by the caller goes on to gRPC, one of our own becomes INTERNAL (the caller would hang);
+    - a stream's generator is closed before the RPC ends, so what it holds is given back at once;
+    - a message that its reader doesn't fetch in time ends the RPC with RESOURCE_EXHAUSTED.
+
+    Args:
+        slow_reader_s: longest time that one message may wait for its reader, seconds.
+    """
+
+    def __init__(self, slow_reader_s: float) -> None:
+        self._slow_reader_s = slow_reader_s
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Wrap the handler of one RPC."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        # Unknown methods have no handler; other services mind themselves.
+        if handler is None or not method.startswith(_OURS):
+            return handler
+        coders: dict[str, Any] = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **coders)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                self._stream(method, handler.unary_stream, is_unary=True), **coders
+            )
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream(method, handler.stream_stream, is_unary=False), **coders
+            )
+        raise AssertionError(f"{method}: no headrace.v1 method takes a stream and gives one message")
+
+    def _unary(self, method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        async def guarded(request: Message, context: Context) -> Message:
+            async def work() -> Message:
+                _refuse_unknown_fields(request)
+                response: Message = await answer(request, context)
+                return response
+
+            return await _answered(method, context, work())
+
+        return guarded
+
+    def _stream(self, method: str, respond: Callable[..., Any], *, is_unary: bool) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> None:
+            async def work() -> None:
+                if is_unary:
+                    _refuse_unknown_fields(request)
+                async with aclosing(respond(request, context)) as responses:
+                    await self._write_all(responses, context)
+
+            await _answered(method, context, work())
+
+        return guarded
+
+    async def _write_all(self, responses: AsyncIterator[Message], context: Context) -> None:
+        async for response in responses:
+            try:
+                async with asyncio.timeout(self._slow_reader_s):
+                    await context.write(response)
+            except TimeoutError:
+                raise RpcFailure(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    "SLOW_READER",
+                    f"a message has not been read for {self._slow_reader_s:g} s; the stream is given up",
+                ) from None
+
+
+async def _answered(method: str, context: Context, work: Awaitable[T]) -> T:
+    """Await `work` and end the RPC by what it raises."""
+    began_s = time.monotonic()
+    try:
+        result = await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            _log_rpc("rpc cancelled", method, began_s, outcome="CANCELLED")
+            raise
+        failure = failure_from(RuntimeError())
+        log.error("inner cancellation", method=method, **places_of(error))
+    except Exception as error:
+        failure = failure_from(error)
+        if failure is not error and failure.code is grpc.StatusCode.INTERNAL:
+            log.error("rpc fault", method=method, **places_of(error))
+    else:
+        _log_rpc("rpc done", method, began_s, outcome="OK")
+        return result
+    _log_rpc("rpc refused", method, began_s, outcome=failure.code.name, reason=failure.reason)
+    await context.abort_with_status(rpc_status.to_status(failure.to_status()))
+    raise AssertionError("abort_with_status always raises")
+
+
+def _log_rpc(event: str, method: str, began_s: float, **outcome: str) -> None:
+    log.debug(event, method=method, duration_ms=round(1e3 * (time.monotonic() - began_s), 1), **outcome)
+
+
+def _refuse_unknown_fields(request: Message) -> None:
+    violations = tuple(unknown_fields(request))
+    if violations:
+        raise invalid(*violations)

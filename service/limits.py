@@ -1,0 +1,48 @@
+"""Hard bounds of what a request may hold: each is checked in O(size), before any work is done for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+MAX_REQUEST_ID_LEN = 128
+MAX_DETAILED_VIOLATIONS = 16
+"""A status travels in HTTP/2 trailers, which peers bound to some kilobytes."""
+MAX_REMEMBERED_LABELS = 16_384
+"""Ended requests that one Session tells from ids that it has never seen."""
+MAX_SESSION_BACKLOG = 1024
+"""Answers waiting for a Session's reader, or starts waiting to be encoded, before its messages wait too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request, or one RPC, may hold.
+
+    Args:
+        max_message_bytes: longest protobuf message, either way; enforced by gRPC itself.
+        max_text_bytes: longest raw text, and longest whole conversation.
+        max_messages, max_tools: parts of a conversation.
+        max_stop_token_ids: stop ids of one request.
+        max_detokenized_ids: ids of one Detokenize call.
+        max_request_s: longest time that any request may take, queueing included, seconds.
+        max_pending_texts: texts that wait for a tokenizer thread; one more is refused as overload.
+        max_pending_text_bytes: their size together.
+        slow_reader_s: longest time that one message may wait for its reader before the RPC is cut, seconds.
+    """
+
+    max_message_bytes: int = 16 * 2**20
+    max_text_bytes: int = 2 * 2**20
+    max_messages: int = 1024
+    max_tools: int = 128
+    max_stop_token_ids: int = 256
+    max_detokenized_ids: int = 131_072
+    max_request_s: float = 3600.0
+    max_pending_texts: int = 1024
+    max_pending_text_bytes: int = 64 * 2**20
+    slow_reader_s: float = 60.0
+
+
+def is_valid_request_id(label: str) -> bool:
+    """Whether `label` is 1 to 128 printable ASCII characters."""
+    return _REQUEST_ID.fullmatch(label) is not None

@@ -1,0 +1,140 @@
+"""The gRPC servers: one for callers, one for the operator, with the options that make them dependable."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from headrace.service.control import ControlServicer, Drainer
+from headrace.service.generation import GenerationServicer
+from headrace.service.health import Health
+from headrace.service.interceptors import Guard
+from headrace.service.limits import Limits
+from headrace.service.model import ModelServicer
+from headrace.service.serving import Serving
+from headrace.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+
+class BindError(Exception):
+    """An address can't be listened on; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server listens. Port 0 lets the system pick one."""
+
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """As gRPC writes it; an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def make_public_server(
+    serving: Serving, health: Health, limits: Limits, *, has_reflection: bool
+) -> grpc.aio.Server:
+    """The server for callers: generation, model, health."""
+    server = _make_server(limits)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    if has_reflection:
+        _reflect(server, generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR)
+    return server
+
+
+def make_control_server(
+    serving: Serving, health: Health, drainer: Drainer, limits: Limits, *, has_reflection: bool
+) -> grpc.aio.Server:
+    """The server for the operator: control, health."""
+    server = _make_server(limits)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(serving, drainer), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    if has_reflection:
+        _reflect(server, control_pb2.DESCRIPTOR)
+    return server
+
+
+def bind(server: grpc.aio.Server, endpoint: Endpoint, port_flag: str) -> int:
+    """Make `server` listen.
+
+    Args:
+        port_flag: how the operator names the port, for the message.
+
+    Returns:
+        The port, chosen by the system if `endpoint` leaves it open.
+
+    Raises:
+        BindError: it can't.
+    """
+    # Asked of the system first: gRPC tells no reason, and writes its own lines to stderr.
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise BindError(f"{endpoint.host!r} is no address of this machine: {error.strerror}") from error
+    except OSError as error:
+        raise BindError(_why_not(error, endpoint, port_flag)) from error
+    try:
+        return server.add_insecure_port(endpoint.address)
+    except RuntimeError as error:
+        raise BindError(f"gRPC can't listen on {endpoint.address}: {error}") from error
+
+
+def _why_not(error: OSError, endpoint: Endpoint, port_flag: str) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return (
+                f"{endpoint.address} is in use: stop whatever listens there, "
+                f"or choose another port with {port_flag} (0 picks a free one)"
+            )
+        case errno.EACCES:
+            return f"{endpoint.address} is not for this user: choose a port above 1023 with {port_flag}"
+        case errno.EADDRNOTAVAIL:
+            return f"{endpoint.host!r} is no address of this machine"
+        case _:
+            return f"can't listen on {endpoint.address}: {error.strerror}"
+
+
+def _make_server(limits: Limits) -> grpc.aio.Server:
+    return grpc.aio.server(
+        interceptors=[Guard(limits.slow_reader_s)],
+        options=[
+            # Two servers on one port would share its connections at random.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", limits.max_message_bytes),
+            ("grpc.max_send_message_length", limits.max_message_bytes),
+            # A peer that vanished without a word is noticed within keepalive time + timeout.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            # Clients may ping every 10 s, calls or none; else a long silent call dies of "too many pings".
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_pings_without_data", 0),
+        ],
+    )
+
+
+def _reflect(server: grpc.aio.Server, *files: FileDescriptor) -> None:
+    names = [service.full_name for file in files for service in file.services_by_name.values()]
+    names += [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)

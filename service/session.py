@@ -1,0 +1,267 @@
+"""One Session RPC: one task reads, one admits in the order of arrival, and the RPC's own task writes.
+
+How a client tells events apart: an `error` event ends the request of its label, with these exceptions, told
+by the `reason` of its google.rpc.ErrorInfo and always numbered `sequence` 0. DUPLICATE_REQUEST_ID, which comes
+with ALREADY_EXISTS, refuses a second `start` under the label of a live request, which goes on.
+UNKNOWN_REQUEST_ID (NOT_FOUND) and NOT_OFFERED (UNIMPLEMENTED) answer a `cancel` or a `grant_credit`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+from google.rpc import status_pb2
+from headrace.engine import (
+    FailureEvent,
+    FieldViolation,
+    FinishEvent,
+    FinishReason,
+    Timings,
+    TokenStream,
+    Usage,
+)
+from headrace.service.admission import (
+    RPC_ENDED,
+    Admitted,
+    Narrator,
+    Parsed,
+    admit,
+    encode,
+    failed,
+    log_end,
+    message_of,
+    parse,
+)
+from headrace.service.convert import finished_to_proto
+from headrace.service.limits import MAX_REMEMBERED_LABELS, MAX_REQUEST_ID_LEN, MAX_SESSION_BACKLOG
+from headrace.service.serving import Serving, closed
+from headrace.service.status import (
+    RpcFailure,
+    duplicate_request_id,
+    failure_from,
+    invalid,
+    not_offered,
+    unknown_request_id,
+)
+from headrace.service.telemetry import log, places_of
+from headrace.service.unsupported import unknown_fields
+from headrace.v1.generation_pb2 import GenerationEvent, SessionRequest, StartGeneration
+
+_CANCELLED_UNSEEN = FinishEvent(
+    index=0,
+    reason=FinishReason.CANCELLED,
+    matched_token_id=None,
+    usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
+    timings=Timings(None, None, None, None),
+    num_preemptions=0,
+)
+
+
+class _Live:
+    """A request of the stream that has not ended for its client."""
+
+    def __init__(self, parsed: Parsed) -> None:
+        self.parsed = parsed
+        self.narrator = Narrator(parsed.label)
+        self.stream: TokenStream | None = None
+        self.is_ended = False
+        self._unsent: list[GenerationEvent] = []
+
+    def admitted(self, admitted: Admitted) -> None:
+        """The engine has queued it."""
+        self.stream = admitted.stream
+        self._unsent.append(self.narrator.accepted(admitted.accepted))
+
+    def failed(self, failure: RpcFailure) -> None:
+        """It ends before the engine has seen it."""
+        self._end(self.narrator.error(failure.to_status()))
+
+    def cancelled(self) -> None:
+        """It is cancelled before the engine has seen it."""
+        log_end(self.parsed, FinishReason.CANCELLED.name, 0, 0)
+        self._end(self.narrator.finished(0, finished_to_proto(_CANCELLED_UNSEEN)))
+
+    def take(self) -> list[GenerationEvent]:
+        """Everything to be told about it now."""
+        messages, self._unsent = self._unsent, []
+        for event in self.stream.take() if self.stream is not None else ():
+            message = message_of(event, self.parsed, self.narrator)
+            if message is not None:
+                messages.append(message)
+            self.is_ended = isinstance(event, FinishEvent | FailureEvent)
+        return messages
+
+    def _end(self, message: GenerationEvent) -> None:
+        self.is_ended = True
+        self._unsent.append(message)
+
+
+class SessionRun:
+    """The life of one Session, inside ``async with``; leaving it ends all of its requests.
+
+    Args:
+        serving: what answers.
+        messages: the client's.
+        time_remaining: time that the RPC's deadline leaves, seconds; None for no deadline.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        messages: AsyncIterator[SessionRequest],
+        time_remaining: Callable[[], float | None],
+    ) -> None:
+        self._serving = serving
+        self._messages = messages
+        self._time_remaining = time_remaining
+        self._live: dict[str, _Live] = {}
+        self._ended_labels: OrderedDict[str, None] = OrderedDict()
+        # What has something to tell, in order: whole requests, and answers that belong to none.
+        self._ready: deque[_Live | GenerationEvent] = deque()
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._admissions: asyncio.Queue[tuple[_Live, asyncio.Task[tuple[int, ...]]]] = asyncio.Queue()
+        self._encodings: set[asyncio.Task[tuple[int, ...]]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._admit_in_order())]
+        for task in self._tasks:
+            task.add_done_callback(lambda _: self._wake.set())
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # The engine first: whatever becomes of the tasks, its slots and blocks are given back.
+        for live in self._live.values():
+            log_end(live.parsed, RPC_ENDED, 0, 0)
+            live.parsed.served.engine.abort(live.parsed.request_id)
+        tasks = [*self._tasks, *self._encodings]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+        """Everything that the client is told, until its half-close and the end of the last request.
+
+        Raises:
+            RpcFailure: INVALID_ARGUMENT, the client broke the protocol; UNAVAILABLE, the server goes down.
+        """
+        reader, admitter = self._tasks
+        with self._serving.on_close(self._wake.set):
+            while True:
+                while self._ready:
+                    for event in self._taken(self._ready.popleft()):
+                        yield event
+                    self._has_room.set()
+                if admitter.done():
+                    admitter.result()
+                if reader.done():
+                    reader.result()
+                if not self._live and reader.done():
+                    return
+                if not self._live and self._serving.is_closed:
+                    raise closed()
+                await self._wake.wait()
+                self._wake.clear()
+
+    def _taken(self, source: _Live | GenerationEvent) -> list[GenerationEvent]:
+        if isinstance(source, GenerationEvent):
+            return [source]
+        messages = source.take()
+        label = source.parsed.label
+        if source.is_ended and self._live.get(label) is source:
+            # Forgotten before its end is sent: whoever has read the end may use the label again.
+            del self._live[label]
+            self._ended_labels[label] = None
+            self._ended_labels.move_to_end(label)
+            while len(self._ended_labels) > MAX_REMEMBERED_LABELS:
+                self._ended_labels.popitem(last=False)
+        return messages
+
+    async def _read(self) -> None:
+        async for message in self._messages:
+            # Who sends without reading is made to wait: what he has coming is kept for him, within bounds.
+            while max(len(self._ready), self._admissions.qsize()) > MAX_SESSION_BACKLOG:
+                self._has_room.clear()
+                await self._has_room.wait()
+            match message.WhichOneof("action"):
+                case "start":
+                    self._start(message.start)
+                case "cancel":
+                    self._cancel(message.cancel.request_id)
+                case "grant_credit":
+                    self._answer(message.grant_credit.request_id, not_offered("grant_credit").to_status())
+                case _:
+                    raise invalid(
+                        *unknown_fields(message),
+                        FieldViolation(
+                            "action", "one of start, cancel and grant_credit is required, got none"
+                        ),
+                    )
+
+    def _start(self, start: StartGeneration) -> None:
+        label = start.request_id
+        if label in self._live:
+            self._answer(label, duplicate_request_id().to_status())
+            return
+        try:
+            parsed = parse(self._serving, start, self._time_remaining(), needs_label=True)
+        except Exception as error:
+            self._answer(label, _told(error).to_status())
+            return
+        live = self._live[label] = _Live(parsed)
+        encoding = asyncio.create_task(encode(parsed))
+        self._encodings.add(encoding)
+        self._admissions.put_nowait((live, encoding))
+
+    async def _admit_in_order(self) -> None:
+        while True:
+            live, encoding = await self._admissions.get()
+            self._has_room.set()
+            await asyncio.wait({encoding})
+            self._encodings.discard(encoding)
+            if live.is_ended or encoding.cancelled():
+                continue
+            try:
+                live.admitted(admit(live.parsed, encoding.result()))
+            except Exception as error:
+                live.failed(failed(live.parsed, error))
+            self._tell(live)
+            if live.stream is not None:
+                live.stream.set_listener(self._teller_of(live))
+
+    def _cancel(self, label: str) -> None:
+        live = self._live.get(label)
+        if live is None:
+            if label not in self._ended_labels:
+                self._answer(label, unknown_request_id().to_status())
+        elif live.stream is not None:
+            live.parsed.served.engine.abort(live.parsed.request_id)
+        elif not live.is_ended:
+            live.cancelled()
+            self._tell(live)
+
+    def _answer(self, label: str, status: status_pb2.Status) -> None:
+        """Tell something that is no event of a live request."""
+        self._tell(Narrator(label[:MAX_REQUEST_ID_LEN]).error(status))
+
+    def _teller_of(self, live: _Live) -> Callable[[TokenStream], None]:
+        return lambda _: self._tell(live)
+
+    def _tell(self, source: _Live | GenerationEvent) -> None:
+        self._ready.append(source)
+        self._wake.set()
+
+
+def _told(error: Exception) -> RpcFailure:
+    """What the sender of a start that could not be taken is told; a bug of ours is logged."""
+    failure = failure_from(error)
+    if failure.reason == "INTERNAL":
+        log.error("request fault", **places_of(error))
+    return failure

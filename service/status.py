@@ -1,0 +1,177 @@
+"""The one place where an error becomes a gRPC status with google.rpc details."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from headrace.engine import (
+    DeadlineExceeded,
+    Draining,
+    DuplicateRequest,
+    EngineDead,
+    FieldViolation,
+    InvalidRequest,
+    NoChatTemplate,
+    Overloaded,
+    RequestFailed,
+)
+from headrace.service.limits import MAX_DETAILED_VIOLATIONS
+
+DOMAIN = "headrace.v1"
+_NANOS = 1_000_000_000
+
+
+class RpcFailure(Exception):
+    """An answer that is an error: status code, a message for a person, a reason for a program.
+
+    Args:
+        reason: UPPER_SNAKE_CASE word of google.rpc.ErrorInfo, stable across versions.
+        violations: become google.rpc.BadRequest.
+        retry_after_s: becomes google.rpc.RetryInfo.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        violations: tuple[FieldViolation, ...] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.violations = violations
+        self.retry_after_s = retry_after_s
+
+    def to_status(self) -> status_pb2.Status:
+        """The status with its details, as `error` events and trailers carry it."""
+        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        if self.violations:
+            shown = self.violations[:MAX_DETAILED_VIOLATIONS]
+            details.append(
+                error_details_pb2.BadRequest(
+                    field_violations=[
+                        error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
+                        for v in shown
+                    ]
+                )
+            )
+        if self.retry_after_s is not None:
+            details.append(error_details_pb2.RetryInfo(retry_delay=duration(self.retry_after_s)))
+        return status_pb2.Status(
+            code=self.code.value[0], message=self.message, details=[_packed(detail) for detail in details]
+        )
+
+
+def unknown_model(name: str, served: str) -> RpcFailure:
+    """The request names a model that is not served here."""
+    shown = name if len(name) <= 64 else f"{name[:64]}…"
+    return RpcFailure(
+        grpc.StatusCode.NOT_FOUND,
+        "UNKNOWN_MODEL",
+        f"model {shown!r} is not served here: use {served!r}, or leave the field empty",
+    )
+
+
+def unknown_request_id() -> RpcFailure:
+    """A Session was asked to cancel what it has never started."""
+    return RpcFailure(
+        grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST_ID", "no request of this stream has had this request_id"
+    )
+
+
+def duplicate_request_id() -> RpcFailure:
+    """A Session was asked to start a request under the label of a live one."""
+    return RpcFailure(
+        grpc.StatusCode.ALREADY_EXISTS,
+        "DUPLICATE_REQUEST_ID",
+        "a live request of this stream has this request_id and goes on; this start is refused",
+    )
+
+
+def not_offered(what: str) -> RpcFailure:
+    """The build has no such feature."""
+    return RpcFailure(grpc.StatusCode.UNIMPLEMENTED, "NOT_OFFERED", f"{what} is not offered by this build")
+
+
+def unavailable(reason: str, message: str, retry_after_s: float) -> RpcFailure:
+    """Not now; somewhere else, or later."""
+    return RpcFailure(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s)
+
+
+def invalid(*violations: FieldViolation) -> RpcFailure:
+    """Fields that can't be taken, all of one request together."""
+    shown = "; ".join(f"{v.field}: {v.description}" for v in violations[:3])
+    more = f"; and {len(violations) - 3} more" if len(violations) > 3 else ""
+    return RpcFailure(
+        grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", shown + more, violations=tuple(violations)
+    )
+
+
+def failure_from(error: Exception) -> RpcFailure:
+    """What the caller is told of `error`. Of one that isn't meant for him he learns only that it was ours:
+    its text may hold somebody's prompt."""
+    if isinstance(error, RpcFailure):
+        return error
+    make = next((make for kind, make in _FAILURES.items() if isinstance(error, kind)), _internal)
+    return make(error)
+
+
+def _simple(code: grpc.StatusCode, reason: str) -> Callable[[Any], RpcFailure]:
+    return lambda error: RpcFailure(code, reason, str(error))
+
+
+def _internal(error: Exception) -> RpcFailure:
+    del error
+    return RpcFailure(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log tells where")
+
+
+def _invalid_request(error: InvalidRequest) -> RpcFailure:
+    return invalid(*error.violations)
+
+
+def _no_chat_template(error: NoChatTemplate) -> RpcFailure:
+    return invalid(FieldViolation("chat", f"{error}: send text or token_ids"))
+
+
+def _overloaded(error: Overloaded) -> RpcFailure:
+    return RpcFailure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", str(error), retry_after_s=error.retry_after_s
+    )
+
+
+def _draining(error: Draining) -> RpcFailure:
+    return unavailable("DRAINING", str(error), 1.0)
+
+
+_FAILURES: dict[type[Exception], Callable[[Any], RpcFailure]] = {
+    InvalidRequest: _invalid_request,
+    NoChatTemplate: _no_chat_template,
+    DuplicateRequest: _simple(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
+    Overloaded: _overloaded,
+    Draining: _draining,
+    DeadlineExceeded: _simple(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    EngineDead: _simple(grpc.StatusCode.INTERNAL, "ENGINE_DEAD"),
+    RequestFailed: _simple(grpc.StatusCode.INTERNAL, "REQUEST_FAILED"),
+}
+
+
+def duration(seconds: float) -> Duration:
+    """`seconds` as a protobuf Duration."""
+    whole, nanos = divmod(round(seconds * _NANOS), _NANOS)
+    return Duration(seconds=whole, nanos=nanos)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
