@@ -1,7 +1,7 @@
 """The engine as asyncio sees it: one background coroutine that rebuilds the batch at every step.
 
-All state belongs to the event loop's thread; only `Runner.execute` runs elsewhere, with a frozen plan in and a
-frozen result out. So submit, abort and figures need no lock, and a long prefill never freezes the loop.
+All state belongs to the event loop's thread; only `Runner.execute` runs elsewhere, with a frozen plan in and
+a frozen result out. So submit, abort and figures need no lock, and a long prefill never freezes the loop.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class AsyncEngine:
             EngineDead: the loop has died.
         """
         if self._death is not None:
-            raise self._death
+            raise EngineDead(str(self._death))
         if self._is_draining:
             raise Draining("the server is draining: it finishes what it has and takes nothing new")
         self._core.add(request)

@@ -1,4 +1,4 @@
-"""What crosses the border between the scheduler's thread and the runner's: a frozen plan in, a frozen result out."""
+"""What crosses from the scheduler's thread to the runner's and back: a frozen plan, a frozen result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ScheduledSequence:
     """One row of a step: a run of tokens of one sequence.
 
     Args:
-        first_position: position of the first token computed in this step = tokens whose KV is valid before it.
+        first_position: position of the first token computed in this step: tokens with valid KV before it.
         token_ids: tokens to compute, at least one; known tokens first, then drafts.
         num_draft_tokens: how many of them, at the end, are drafts.
         block_ids: the sequence's block table, long enough for all of `token_ids`.

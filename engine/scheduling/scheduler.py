@@ -39,7 +39,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence, wherever it stands; its slot and blocks are free at once. A second call does nothing.
+        """End a sequence, wherever it stands; slot and blocks are free at once. A second call does nothing.
 
         Never called while a step that may write to its blocks is under way.
         """
@@ -116,32 +116,32 @@ class Scheduler:
     def _admit(self, draft: _DraftPlan) -> None:
         """Let waiting sequences join, oldest first.
 
-        One joins only when its whole known length fits beside what the running ones are about to need, so that
-        nobody is admitted only to be preempted. One that doesn't fit lets others pass, `max_num_skips` times;
-        then nobody passes it.
+        One joins only when its whole known length fits beside what the running ones are about to need, so
+        that nobody is admitted only to be preempted. One that doesn't fit lets others pass, `max_num_skips`
+        times; then nobody passes it.
         """
+        if not self.waiting or not self._free_slots:
+            return
         if self._config.batching is BatchingPolicy.STATIC and not self.running:
             self._static_places = min(self._config.max_num_seqs, len(self.waiting))
         reserved = sum(self._num_blocks_soon(sequence) for sequence in self.running)
         passed: list[Sequence] = []
+        is_barred = False
         for sequence in self.waiting:
             available = self._kv.num_free_blocks - reserved
-            if (
-                not self._free_slots
-                or draft.budget == 0
-                or not self._may_join()
-                or (available <= 0 and self.running)
-            ):
+            if not self._free_slots or draft.budget == 0 or not self._may_join():
+                break
+            if is_barred or (available <= 0 and self.running):
                 break
             needed = self._kv.layout.num_blocks_for(len(sequence.token_ids))
             if needed > available:
                 self._static_places = 0
-                if sequence.num_skips >= self._config.max_num_skips:
-                    break
                 passed.append(sequence)
+                is_barred = sequence.num_skips >= self._config.max_num_skips
                 continue
             for other in passed:
                 other.num_skips += 1
+                is_barred = is_barred or other.num_skips >= self._config.max_num_skips
             num_tokens = self._chunk_len(sequence, draft.budget)
             if self._kv.allocate_slots(sequence.sequence_id, num_tokens) is None:
                 raise IntegrityError(f"sequence {sequence.sequence_id} was found to fit and then did not")

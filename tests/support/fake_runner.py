@@ -1,8 +1,8 @@
 """A model without floats: the next token is a pure function of all token ids of the sequence.
 
-Whatever the batch, the chunking, the preemptions: a request's output must equal its output alone. The runner reads
-the ids back from its own KV pool through the block table it is given, and notes who wrote each slot, so a wrong
-table, a block freed too early or a skipped token shows as an error, not as noise.
+Whatever the batch, the chunking, the preemptions: a request's output must equal its output alone. The
+runner reads the ids back from its own KV pool through the block table it is given, and notes who wrote each
+slot, so a wrong table, a block freed too early or a skipped token shows as an error, not as noise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> li
     return token_ids[len(prompt) :]
 
 
-class KvViolation(AssertionError):
+class KvViolationError(AssertionError):
     """The engine's block tables or positions are wrong."""
 
 
@@ -71,7 +71,7 @@ class FakeRunner:
     def _slot(self, row: ScheduledSequence, position: int) -> int:
         block_id = row.block_ids[position // self.layout.block_size]
         if not 0 < block_id < self.layout.num_blocks:
-            raise KvViolation(f"block {block_id} is not one that a sequence may hold")
+            raise KvViolationError(f"block {block_id} is not one that a sequence may hold")
         return block_id * self.layout.block_size + position % self.layout.block_size
 
     def _write(self, row: ScheduledSequence) -> None:
@@ -83,7 +83,9 @@ class FakeRunner:
         for position in range(row.end_position):
             writer = self._slots.get(self._slot(row, position))
             if writer is None or writer[:2] != (row.sequence_id, position):
-                raise KvViolation(f"sequence {row.sequence_id}, position {position}: the slot holds {writer}")
+                raise KvViolationError(
+                    f"sequence {row.sequence_id}, position {position}: the slot holds {writer}"
+                )
             token_ids.append(writer[2])
         if not row.is_sampled:
             return RowResult()
@@ -91,7 +93,7 @@ class FakeRunner:
 
 
 class FakeTokenizer:
-    """Bytes are ids; 256 begins and 257 ends a sequence. Its chat template is ``role: content`` line by line."""
+    """Bytes are ids; 256 begins and 257 ends a sequence. Its chat template writes ``role: content`` lines."""
 
     def __init__(self, *, has_chat_template: bool = True) -> None:
         self._has_chat_template = has_chat_template

@@ -1,0 +1,208 @@
+import pytest
+from headrace.engine.config import BatchingPolicy
+from headrace.engine.sequence import SequenceStatus
+
+from tests.support.sequences import SchedulerHarness
+
+
+def test_a_finished_sequence_s_slot_is_taken_in_the_very_next_step():
+    h = SchedulerHarness(max_num_seqs=1)
+    first = h.add(prompt_len=2, max_tokens=2)
+    second = h.add(prompt_len=2, max_tokens=1)
+    assert h.step() == {first.sequence_id: 2}
+    assert h.step() == {first.sequence_id: 1}
+    assert first.is_finished
+    assert h.step() == {second.sequence_id: 2}
+
+
+def test_decode_is_never_skipped_while_a_prompt_is_chunked():
+    h = SchedulerHarness(max_num_batched_tokens=8)
+    talker = h.add(prompt_len=2, max_tokens=20)
+    h.step()
+    reader = h.add(prompt_len=30, max_tokens=1)
+    for _ in range(4):
+        assert h.step() == {talker.sequence_id: 1, reader.sequence_id: 7}
+    assert h.step() == {talker.sequence_id: 1, reader.sequence_id: 2}
+    assert reader.is_finished
+
+
+def test_an_older_prefill_does_not_take_the_budget_of_younger_decodes():
+    h = SchedulerHarness(max_num_batched_tokens=8, max_prefill_chunk=4, num_blocks=100)
+    reader = h.add(prompt_len=40, max_tokens=1)
+    talker = h.add(prompt_len=2, max_tokens=9)
+    assert h.step() == {reader.sequence_id: 4, talker.sequence_id: 2}
+    for _ in range(8):
+        assert h.step()[talker.sequence_id] == 1
+
+
+def test_the_token_budget_holds_prefill_and_decode_together():
+    h = SchedulerHarness(max_num_batched_tokens=10, max_num_seqs=8)
+    for _ in range(8):
+        h.add(prompt_len=7, max_tokens=6)
+    while h.scheduler.running or h.scheduler.waiting:
+        assert sum(h.step().values()) <= 10
+
+
+def test_prompts_are_chunked_to_the_limit_of_one_sequence():
+    h = SchedulerHarness(max_prefill_chunk=3)
+    sequence = h.add(prompt_len=7, max_tokens=1)
+    assert [h.step()[sequence.sequence_id] for _ in range(3)] == [3, 3, 1]
+
+
+def test_the_youngest_gives_way_when_a_running_sequence_can_not_grow():
+    h = SchedulerHarness(num_blocks=4, block_size=2, max_num_seqs=2)
+    old = h.add(prompt_len=2, max_tokens=6)
+    young = h.add(prompt_len=2, max_tokens=6)
+    while not young.num_preemptions:
+        h.step()
+    assert old.num_preemptions == 0
+    assert young.status is SequenceStatus.WAITING
+    assert young.num_computed_tokens == 0
+    assert young.slot is None
+    assert h.kv.block_ids(young.sequence_id) == ()
+    h.run()
+    assert old.is_finished
+    assert young.is_finished
+    assert h.kv.num_live_blocks == 0
+
+
+def test_a_preempted_sequence_resumes_only_when_its_whole_known_length_fits():
+    h = SchedulerHarness(num_blocks=5, block_size=2, max_num_seqs=2)
+    old = h.add(prompt_len=3, max_tokens=7)
+    young = h.add(prompt_len=3, max_tokens=5)
+    while not young.num_preemptions:
+        h.step()
+    known = len(young.token_ids)
+    while young.status is SequenceStatus.WAITING:
+        h.step()
+    assert h.kv.layout.num_blocks_for(known) <= 5 - len(h.kv.block_ids(old.sequence_id))
+    h.run()
+    assert young.num_preemptions == 1, "resumed only to be preempted again"
+
+
+def test_a_preempted_sequence_is_served_before_later_arrivals():
+    h = SchedulerHarness(num_blocks=4, block_size=2, max_num_seqs=2)
+    h.add(prompt_len=2, max_tokens=6)
+    young = h.add(prompt_len=2, max_tokens=6)
+    while not young.num_preemptions:
+        h.step()
+    late = h.add(prompt_len=6, max_tokens=2)
+    while young.status is SequenceStatus.WAITING:
+        h.step()
+    assert late.status is SequenceStatus.WAITING
+
+
+def test_a_sequence_that_does_not_fit_lets_small_ones_pass_but_not_for_ever():
+    h = SchedulerHarness(num_blocks=10, block_size=2, max_num_seqs=3, max_num_skips=5)
+    hog = h.add(prompt_len=10, max_tokens=10)
+    h.step()
+    big = h.add(prompt_len=16, max_tokens=2)
+    smalls = [h.add(prompt_len=1, max_tokens=1) for _ in range(20)]
+    while big.status is SequenceStatus.WAITING:
+        h.step()
+    passed = [s for s in smalls if s.is_finished]
+    assert hog.is_finished
+    assert big.num_skips == 5
+    assert len(passed) == 5
+
+
+def test_nobody_passes_when_passing_is_switched_off():
+    h = SchedulerHarness(num_blocks=10, block_size=2, max_num_skips=0)
+    h.add(prompt_len=10, max_tokens=10)
+    h.step()
+    big = h.add(prompt_len=16, max_tokens=2)
+    small = h.add(prompt_len=1, max_tokens=1)
+    while big.status is SequenceStatus.WAITING:
+        h.step()
+        assert small.status is SequenceStatus.WAITING or big.status is not SequenceStatus.WAITING
+
+
+def test_arrivals_are_admitted_in_order():
+    h = SchedulerHarness(max_num_seqs=2)
+    sequences = [h.add(prompt_len=3, max_tokens=2) for _ in range(6)]
+    started: list[int] = []
+    while h.scheduler.running or h.scheduler.waiting:
+        started += [i for i in h.step() if i not in started]
+    assert started == [s.sequence_id for s in sequences]
+
+
+def test_slots_are_kept_while_running_and_never_shared():
+    h = SchedulerHarness(max_num_seqs=3)
+    sequences = [h.add(prompt_len=2, max_tokens=2 + i % 4) for i in range(9)]
+    slot_of: dict[int, int] = {}
+    while h.scheduler.running or h.scheduler.waiting:
+        h.step()
+        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
+        slots = [s.slot for s in running]
+        assert len(set(slots)) == len(slots)
+        for s in running:
+            assert s.slot in range(3)
+            assert slot_of.setdefault(s.sequence_id, s.slot) == s.slot
+
+
+@pytest.mark.parametrize("phase", ["waiting", "mid-prefill", "decoding", "preempted"])
+def test_finishing_in_any_phase_gives_everything_back_once(phase):
+    budget = 16 if phase == "preempted" else 2
+    h = SchedulerHarness(num_blocks=4, block_size=2, max_num_seqs=2, max_num_batched_tokens=budget)
+    other = h.add(prompt_len=2, max_tokens=6)
+    sequence = h.add(prompt_len=3, max_tokens=5)
+    arrived = {
+        "waiting": lambda: True,
+        "mid-prefill": lambda: 0 < sequence.num_computed_tokens < 3,
+        "decoding": lambda: sequence.is_decoding,
+        "preempted": lambda: sequence.num_preemptions > 0,
+    }[phase]
+    while not arrived():
+        assert not sequence.is_finished, "the phase never came"
+        h.step()
+    h.scheduler.finish(sequence)
+    h.scheduler.finish(sequence)
+    assert sequence.is_finished
+    assert h.kv.block_ids(sequence.sequence_id) == ()
+    h.kv.check_integrity()
+    h.run()
+    assert other.is_finished
+    assert h.kv.num_live_blocks == 0
+
+
+def test_static_batching_lets_nobody_join_a_batch_that_has_lost_a_member():
+    h = SchedulerHarness(max_num_seqs=2, batching=BatchingPolicy.STATIC)
+    long = h.add(prompt_len=2, max_tokens=6)
+    short = h.add(prompt_len=2, max_tokens=2)
+    third = h.add(prompt_len=2, max_tokens=1)
+    while not long.is_finished:
+        h.step()
+        assert third.status is SequenceStatus.WAITING
+    assert short.is_finished
+    assert h.step() == {third.sequence_id: 2}
+
+
+def test_a_static_batch_may_form_over_several_steps_of_a_small_budget():
+    h = SchedulerHarness(max_num_seqs=3, max_num_batched_tokens=4, batching=BatchingPolicy.STATIC)
+    sequences = [h.add(prompt_len=4, max_tokens=5) for _ in range(4)]
+    for _ in range(4):
+        h.step()
+    assert [s.status for s in sequences[:3]] == [SequenceStatus.RUNNING] * 3
+    assert sequences[3].status is SequenceStatus.WAITING
+
+
+@pytest.mark.parametrize("batching", list(BatchingPolicy))
+def test_twenty_over_eight_takes_the_steps_that_a_count_on_paper_gives(batching):
+    lengths = [4, 30, 9, 2, 17, 25, 3, 12, 8, 40, 6, 5, 22, 3, 11, 28, 7, 2, 19, 10]
+    h = SchedulerHarness(max_num_seqs=8, num_blocks=400, max_num_batched_tokens=64, batching=batching)
+    for length in lengths:
+        h.add(prompt_len=2, max_tokens=length)
+    assert h.run() == count_steps(lengths, 8, batching)
+
+
+def count_steps(lengths: list[int], num_slots: int, batching: BatchingPolicy) -> int:
+    """Steps for requests of these output lengths, prompts taken in one step each."""
+    if batching is BatchingPolicy.STATIC:
+        return sum(max(lengths[i : i + num_slots]) for i in range(0, len(lengths), num_slots))
+    waiting, running, steps = lengths[::-1], [], 0
+    while waiting or running:
+        while waiting and len(running) < num_slots:
+            running.append(waiting.pop())
+        steps += 1
+        running = [left - 1 for left in running if left > 1]
+    return steps

@@ -1,0 +1,125 @@
+import pytest
+from headrace.engine import FinishEvent, FinishReason, IntegrityError, RequestId, TokenEvent
+from headrace.engine.core import EngineCore
+from headrace.engine.scheduling.plan import StepResult
+
+from tests.support.fake_runner import expected_output, make_fake_model
+from tests.support.requests import make_config, make_request
+
+
+class Harness:
+    def __init__(self, **model_options):
+        self.now_s = 0.0
+        self.model = make_fake_model(**model_options)
+        model = self.model
+        self.core = EngineCore(model.info, model.layout, model.tokenizer, make_config(), lambda: self.now_s)
+
+    def step(self):
+        plan = self.core.begin_step()
+        assert plan is not None
+        return self.core.finish_step(self.model.runner.execute(plan))
+
+
+def test_a_step_must_be_finished_before_the_next_begins():
+    h = Harness()
+    h.core.add(make_request())
+    assert h.core.begin_step() is not None
+    with pytest.raises(IntegrityError, match="never finished"):
+        h.core.begin_step()
+
+
+def test_a_result_without_a_step_is_an_error():
+    with pytest.raises(IntegrityError, match="no step was begun"):
+        Harness().core.finish_step(StepResult(()))
+
+
+def test_nothing_to_do_is_no_plan():
+    assert Harness().core.begin_step() is None
+
+
+def test_a_request_that_arrives_during_a_step_joins_the_next_one():
+    h = Harness()
+    first, second = make_request(max_tokens=3), make_request(max_tokens=3)
+    h.core.add(first)
+    plan = h.core.begin_step()
+    assert plan is not None
+    h.core.add(second)
+    h.core.finish_step(h.model.runner.execute(plan))
+    following = h.core.begin_step()
+    assert following is not None
+    assert len(following.rows) == 2
+
+
+def test_text_held_back_is_told_when_the_request_is_cancelled():
+    half_a_character = "é".encode()[0]
+    h = Harness(choose=lambda ids, seed: half_a_character)
+    request = make_request(max_tokens=5)
+    h.core.add(request)
+    events, _ = h.step()
+    assert events == [(request.request_id, TokenEvent(0, (half_a_character,), ""))]
+    events = h.core.abort([request.request_id])
+    assert events[0] == (request.request_id, TokenEvent(0, (), "\N{REPLACEMENT CHARACTER}"))
+    assert isinstance(events[1][1], FinishEvent)
+    assert events[1][1].reason is FinishReason.CANCELLED
+
+
+def test_times_are_counted_from_arrival():
+    h = Harness()
+    h.now_s = 100.0
+    request = make_request(max_tokens=3)
+    h.core.add(request)
+    h.now_s = 102.0
+    plan = h.core.begin_step()
+    assert plan is not None
+    h.now_s = 105.0
+    h.core.finish_step(h.model.runner.execute(plan))
+    h.step()
+    h.now_s = 109.0
+    events, _ = h.step()
+    end = events[-1][1]
+    assert isinstance(end, FinishEvent)
+    assert (end.timings.queued_s, end.timings.prefill_s, end.timings.first_token_s) == (2.0, 3.0, 5.0)
+    assert end.timings.decode_s == 4.0
+
+
+def test_preemptions_are_counted_for_the_request_and_for_the_server():
+    h = Harness(num_blocks=5, block_size=2, max_model_len=40)
+    requests = [make_request(prompt_len=2, max_tokens=8) for _ in range(2)]
+    for request in requests:
+        h.core.add(request)
+    ends: dict[RequestId, FinishEvent] = {}
+    outputs: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    while h.core.has_work:
+        for request_id, event in h.step()[0]:
+            if isinstance(event, TokenEvent):
+                outputs[request_id] += event.token_ids
+            else:
+                assert isinstance(event, FinishEvent)
+                ends[request_id] = event
+    first, second = (ends[request.request_id] for request in requests)
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert h.core.load.totals.num_preemptions == 1
+    for request in requests:
+        assert outputs[request.request_id] == expected_output(request.prompt_token_ids, 8)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, None])
+@pytest.mark.parametrize("num_blocks", [12, 40])
+def test_output_does_not_depend_on_chunks_or_on_the_size_of_the_pool(chunk, num_blocks):
+    model = make_fake_model(num_blocks=num_blocks, block_size=2)
+    core = EngineCore(
+        model.info, model.layout, model.tokenizer, make_config(max_prefill_chunk=chunk), lambda: 0.0
+    )
+    requests = [make_request(prompt_len=1 + i, max_tokens=12 - i) for i in range(10)]
+    outputs: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        plan = core.begin_step()
+        assert plan is not None
+        for request_id, event in core.finish_step(model.runner.execute(plan))[0]:
+            if isinstance(event, TokenEvent):
+                outputs[request_id] += event.token_ids
+    for request in requests:
+        max_tokens = request.stop.max_tokens or 0
+        assert outputs[request.request_id] == expected_output(request.prompt_token_ids, max_tokens)

@@ -1,0 +1,187 @@
+"""The engine core as a state machine: random requests, steps, aborts and faults over a pool so small that
+preemption is common. After every rule the books must add up; at the end every request has had one end."""
+
+from __future__ import annotations
+
+from headrace.engine import (
+    BatchingPolicy,
+    FailureEvent,
+    FinishEvent,
+    FinishReason,
+    InvalidRequest,
+    LoadedModel,
+    RequestFailed,
+    RequestId,
+    TokenEvent,
+)
+from headrace.engine.core import EngineCore, RequestEvent
+from headrace.engine.scheduling.plan import RowResult, StepResult
+from headrace.engine.sequence import Request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.fake_runner import EOS, expected_output, make_fake_model, next_token
+from tests.support.requests import make_config, make_request
+
+
+class CoreMachine(RuleBasedStateMachine):
+    core: EngineCore
+    model: LoadedModel
+
+    @initialize(
+        num_blocks=st.integers(5, 12),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 12),
+        chunk=st.none() | st.integers(1, 5),
+        max_num_skips=st.integers(0, 3),
+        batching=st.sampled_from(BatchingPolicy),
+    )
+    def start(self, *, num_blocks, block_size, max_num_seqs, budget, chunk, max_num_skips, batching):
+        self.now_s = 0.0
+        self.model = make_fake_model(num_blocks=num_blocks, block_size=block_size, max_model_len=40)
+        self.config = make_config(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_prefill_chunk=chunk,
+            max_num_skips=max_num_skips,
+            batching=batching,
+        )
+        model = self.model
+        self.core = EngineCore(model.info, model.layout, model.tokenizer, self.config, lambda: self.now_s)
+        self.requests: dict[RequestId, Request] = {}
+        self.outputs: dict[RequestId, list[int]] = {}
+        self.ended: set[RequestId] = set()
+
+    @rule(prompt_len=st.integers(1, 12), max_tokens=st.none() | st.integers(1, 12), stops=st.booleans())
+    def submit(self, prompt_len, max_tokens, stops):
+        prompt = self.next_prompt(prompt_len)
+        stop_token_ids = frozenset({expected_output(prompt, 3)[-1], EOS}) if stops else frozenset[int]()
+        request = make_request(
+            request_id=f"r{len(self.requests)}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+        )
+        pool = self.model.layout.num_tokens
+        if prompt_len + (max_tokens or 1) > min(pool, 40):
+            try:
+                self.core.add(request)
+            except InvalidRequest:
+                return
+            raise AssertionError("a request that can never fit was let in")
+        self.core.add(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+
+    @rule(seconds=st.sampled_from([0.5, 1.0]), limit=st.sampled_from([0.25, 2.0]))
+    def submit_with_a_time_limit(self, seconds, limit):
+        request = make_request(
+            request_id=f"r{len(self.requests)}", prompt=self.next_prompt(2), max_tokens=3, time_limit_s=limit
+        )
+        self.core.add(request)
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+        self.now_s += seconds
+
+    @rule()
+    def step(self):
+        self.take(self.core.expire())
+        plan = self.core.begin_step()
+        if plan is None:
+            assert not self.core.has_work
+            return
+        self.check_plan(plan)
+        events, stats = self.core.finish_step(self.model.runner.execute(plan))
+        assert stats.blocks == self.core.load.blocks
+        self.take(events)
+
+    @precondition(lambda self: self.core.has_work)
+    @rule(which=st.integers(0, 3))
+    def step_with_a_bad_row(self, which):
+        plan = self.core.begin_step()
+        assert plan is not None
+        rows = list(self.model.runner.execute(plan).rows)
+        rows[which % len(rows)] = RowResult(failure="non-finite logits")
+        events, _ = self.core.finish_step(StepResult(tuple(rows)))
+        failed = [event for _, event in events if isinstance(event, FailureEvent)]
+        assert len(failed) == 1
+        assert isinstance(failed[0].error, RequestFailed)
+        self.take(events)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        was_live = request_id not in self.ended
+        events = self.core.abort([request_id, request_id, RequestId("never seen")])
+        assert bool(events) == was_live
+        self.take(events)
+
+    def next_prompt(self, prompt_len: int) -> tuple[int, ...]:
+        # Nothing may come from outside the machine, or a failure could not be replayed.
+        return tuple((len(self.requests) * 7 + i) % 97 for i in range(prompt_len))
+
+    def take(self, events: list[RequestEvent]) -> None:
+        for request_id, event in events:
+            assert request_id not in self.ended, "an event after the end"
+            if isinstance(event, TokenEvent):
+                self.outputs[request_id] += event.token_ids
+                continue
+            self.ended.add(request_id)
+            if isinstance(event, FinishEvent):
+                self.check_finish(self.requests[request_id], self.outputs[request_id], event)
+
+    def check_finish(self, request: Request, output: list[int], event: FinishEvent) -> None:
+        assert output == expected_output(request.prompt_token_ids, len(output)), (
+            "differs from the request alone"
+        )
+        assert event.usage.num_completion_tokens == len(output)
+        if event.reason is FinishReason.STOP:
+            assert event.matched_token_id == output[-1]
+            assert output[-1] in request.stop.token_ids
+        if event.reason is FinishReason.LENGTH:
+            room = min(self.model.layout.num_tokens, 40) - len(request.prompt_token_ids)
+            assert len(output) == min(room, request.stop.max_tokens or room)
+        stops = [i for i in output[:-1] if i in request.stop.token_ids]
+        assert not stops, "went on past a stop id"
+
+    def check_plan(self, plan) -> None:
+        limits = self.config.scheduler
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        assert len(plan.rows) <= limits.max_num_seqs
+        assert len({row.sequence_id for row in plan.rows}) == len(plan.rows)
+        for row in plan.rows:
+            assert row.token_ids
+            assert len(row.block_ids) == self.model.layout.num_blocks_for(row.end_position)
+            assert limits.max_prefill_chunk is None or len(row.token_ids) <= limits.max_prefill_chunk
+
+    @invariant()
+    def books_add_up(self):
+        if not hasattr(self, "core"):
+            return
+        self.core.check_integrity()
+        load = self.core.load
+        assert load.num_running + load.num_waiting == len(self.requests) - len(self.ended)
+        assert load.num_running <= self.config.scheduler.max_num_seqs
+        assert load.blocks.free + load.blocks.cached + load.blocks.live == load.blocks.total
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        # Each step computes at least one token; a preemption costs at most a pool's worth of them.
+        for _ in range(5_000):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert self.ended == set(self.requests)
+        assert self.core.load.blocks.live == 0
+
+
+TestCoreStates = CoreMachine.TestCase
+TestCoreStates.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_the_fake_model_never_draws_an_end_id():
+    assert all(97 <= next_token(range(n)) < 123 for n in range(1, 50))

@@ -1,0 +1,89 @@
+"""Builders of sequences and schedulers for tests that need no engine."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from headrace.engine.config import BatchingPolicy, CacheLayout, SchedulerConfig
+from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.sequence import Sequence, SequenceId
+
+from tests.support.requests import make_request
+
+_ids = count()
+
+
+def make_sequence(*, prompt_len: int = 4, max_tokens: int = 8) -> Sequence:
+    """A waiting sequence, younger than every one made before."""
+    request = make_request(prompt_len=prompt_len, max_tokens=max_tokens)
+    return Sequence(
+        sequence_id=SequenceId(next(_ids)),
+        request=request,
+        max_len=prompt_len + max_tokens,
+        end_token_ids=frozenset(),
+        arrival_s=0.0,
+        token_ids=list(request.prompt_token_ids),
+    )
+
+
+class SchedulerHarness:
+    """A scheduler, its pool, and the half of a step that the engine does: numbers only, no model."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        max_num_batched_tokens: int = 16,
+        max_prefill_chunk: int | None = None,
+        max_num_skips: int = 64,
+        batching: BatchingPolicy = BatchingPolicy.CONTINUOUS,
+    ) -> None:
+        self.kv = KVCacheManager(CacheLayout(num_blocks + 1, block_size))
+        config = SchedulerConfig(
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_prefill_chunk,
+            max_num_skips=max_num_skips,
+            batching=batching,
+        )
+        self.scheduler = Scheduler(config, self.kv)
+        self.num_steps = 0
+        self.num_preemptions = 0
+
+    def add(self, *, prompt_len: int = 4, max_tokens: int = 8) -> Sequence:
+        """Queue a new sequence."""
+        sequence = make_sequence(prompt_len=prompt_len, max_tokens=max_tokens)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> dict[SequenceId, int]:
+        """Plan, pretend to run, take in; returns tokens computed per sequence."""
+        plan, num_preempted = self.scheduler.schedule(self.num_steps, now_s=float(self.num_steps))
+        self.num_steps += 1
+        self.num_preemptions += num_preempted
+        return {} if plan is None else self.take_in(plan)
+
+    def take_in(self, plan: StepPlan) -> dict[SequenceId, int]:
+        """Count the plan's tokens as computed, draw a token for each sampled row, end what is full."""
+        live = {sequence.sequence_id: sequence for sequence in self.scheduler.running}
+        for row in plan.rows:
+            sequence = live[row.sequence_id]
+            sequence.num_computed_tokens = row.end_position
+            if row.is_sampled:
+                sequence.token_ids.append(0)
+                if len(sequence.token_ids) == sequence.max_len:
+                    self.scheduler.finish(sequence)
+        self.kv.check_integrity()
+        return {row.sequence_id: len(row.token_ids) for row in plan.rows}
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until nothing is left; returns the number of steps."""
+        before = self.num_steps
+        while self.scheduler.running or self.scheduler.waiting:
+            assert self.num_steps - before < max_steps, "no progress"
+            self.step()
+        return self.num_steps - before
