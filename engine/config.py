@@ -92,8 +92,9 @@ class SchedulerConfig:
         _require_at_least("max_num_skips", self.max_num_skips, 0)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                "a step could not hold one token of every running sequence; raise the first or lower the second"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_num_seqs={self.max_num_seqs}: a step could not hold one token of every running "
+                "sequence; raise the first or lower the second"
             )
 
 

@@ -12,8 +12,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class IncrementalDetokenizer:
     """Turns ids into text as they come. What was handed out is never taken back.
 
-    The joined deltas, `flush` included, equal the tokenizer's decode of all ids at once. A tail that ends inside
-    a character is held back until the character is whole, or until `flush`.
+    The joined deltas, `flush` included, equal the tokenizer's decode of all ids at once. A tail that ends
+    inside a character is held back until the character is whole, or until `flush`.
 
     Args:
         tokenizer: the model's.
@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # A window over the ids: `_window[:_num_told]` gives `_told`, which is out already and stands there only
-        # because the text of an id may depend on the one before it.
+        # A window over the ids: `_window[:_num_told]` gives `_told`, which is out already and stands there
+        # only because the text of an id may depend on the one before it.
         self._window: list[int] = []
         self._num_told = 0
         self._told = ""

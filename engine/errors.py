@@ -80,7 +80,7 @@ class ConfigError(EngineError):
 
 
 class ModelLoadError(EngineError):
-    """The model's files can't be served: missing, damaged, unsupported, or not as they describe themselves."""
+    """The model's files can't be served: missing, damaged, unsupported, or unlike their own description."""
 
 
 class EngineBug(Exception):

@@ -1,4 +1,4 @@
-"""From a model's name to a model that runs. Torch is imported here, when a model is really wanted, and not before."""
+"""From a model's name to a model that runs. Torch is imported here, when a model is really wanted."""
 
 from __future__ import annotations
 

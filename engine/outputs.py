@@ -114,7 +114,7 @@ class StepStats:
     Args:
         num_waiting: queue length after the step was planned.
         num_preemptions: sequences that lost their blocks while it was planned.
-        num_kv_slots_allocated, num_kv_slots_used: KV slots of live blocks, and those that hold a token after it.
+        num_kv_slots_allocated, num_kv_slots_used: KV slots of live blocks, and those that hold a token.
         schedule_s, execute_s, update_s: time of its three parts, seconds.
     """
 

@@ -86,8 +86,8 @@ class Sequence:
         max_len: length at which it ends with LENGTH, tokens.
         end_token_ids: every id that ends it with STOP.
         arrival_s: when it was submitted, monotonic seconds.
-        num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after a
-            preemption it is 0 and everything known is computed again.
+        num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after
+            a preemption it is 0 and everything known is computed again.
         slot: its place among the `max_num_seqs`, while it runs.
         num_skips: how many later arrivals were admitted before it.
     """
@@ -137,7 +137,11 @@ class Sequence:
     def expires_s(self) -> float | None:
         """When its time limit or its deadline ends it, whichever is first; None for never."""
         limit = self.request.time_limit_s
-        moments = [m for m in (self.request.deadline_s, None if limit is None else self.arrival_s + limit) if m is not None]
+        moments = [
+            m
+            for m in (self.request.deadline_s, None if limit is None else self.arrival_s + limit)
+            if m is not None
+        ]
         return min(moments) if moments else None
 
     def transition(self, new: SequenceStatus) -> None:

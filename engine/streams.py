@@ -56,7 +56,7 @@ class TokenStream:
     def set_listener(self, on_ready: Callable[[TokenStream], None]) -> None:
         """Call `on_ready` each time the empty slot gets something, and now if it holds something already.
 
-        It is called on the event loop's thread from inside the engine's own round: it must be quick and not raise.
+        It is called on the event loop's thread from inside the engine's round: be quick, don't raise.
         """
         self._listener = on_ready
         if self._slot:
@@ -71,7 +71,7 @@ class TokenStream:
 
 
 class StepWatch:
-    """Follows the steps of an engine: ``async with engine.watch_steps() as watch: async for missed, stats in watch``.
+    """Follows the steps of an engine: ``async for missed, stats in watch``, inside ``async with watch``.
 
     Keeps the newest 256 steps for a reader that lags; `missed` counts those dropped just before `stats`.
     """

@@ -1,4 +1,4 @@
-"""The text side of a model, as the rest of the engine sees it. The real one is `headrace.engine.models.tokenizer`."""
+"""The text side of a model, as the engine sees it. The real one is `headrace.engine.models.tokenizer`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Chat:
 
 class Tokenizer(Protocol):
     """Text to ids and back. Every method is synchronous, safe to call from several threads, and may take
-    milliseconds on long input: call it off the event loop, `decode` of a few tokens and `token_bytes` aside."""
+    milliseconds on long input: call it off the event loop, `decode` of a few tokens aside."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, with the special tokens that the model's tokenizer adds to raw text unless told not to."""
+        """Ids of `text`, with the special tokens that the tokenizer adds to raw text unless told not to."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

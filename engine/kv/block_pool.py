@@ -35,7 +35,7 @@ class BlockPool:
         return len(self._ref_counts) - 1
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take `num_blocks` blocks with one reference each, or None and no change when there are not as many."""
+        """Take `num_blocks` blocks with one reference each; None and no change when there are fewer."""
         if num_blocks > len(self._free):
             return None
         block_ids = [self._free.popleft() for _ in range(num_blocks)]
@@ -78,7 +78,8 @@ class BlockPool:
         for block_id in range(1, len(self._ref_counts)):
             if self._ref_counts[block_id] != held[block_id]:
                 raise IntegrityError(
-                    f"block {block_id} counts {self._ref_counts[block_id]} references, {held[block_id]} tables hold it"
+                    f"block {block_id} counts {self._ref_counts[block_id]} references, "
+                    f"{held[block_id]} tables hold it"
                 )
             if (block_id in free) == (held[block_id] > 0):
                 raise IntegrityError(

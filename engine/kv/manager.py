@@ -49,7 +49,7 @@ class KVCacheManager:
         """Let the table reach `num_tokens` tokens in all.
 
         Returns:
-            The new block ids (none when the table is long enough), or None and no change when they can't be had.
+            The new block ids (none when the table is long enough); None and no change when they can't be had.
         """
         missing = self.num_missing_blocks(sequence_id, num_tokens)
         if missing <= 0:

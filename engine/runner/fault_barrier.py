@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class FaultBarrier:
-    """A runner around a runner. A step that raises is run again row by row, which `Runner.execute`'s idempotence
-    allows: the rows that raise alone fail alone, the others keep their results.
+    """A runner around a runner. A step that raises is run again row by row, which the idempotence of
+    `Runner.execute` allows: the rows that raise alone fail alone, the others keep their results.
 
     Args:
         runner: the one that does the work.
-        max_failed_steps: so many steps in a row without one healthy row mean that the runner itself is broken.
+        max_failed_steps: so many steps in a row without one healthy row mean that the runner is broken.
     """
 
     def __init__(self, runner: Runner, max_failed_steps: int = 3) -> None:

@@ -92,6 +92,19 @@ def test_a_preempted_sequence_is_served_before_later_arrivals():
     assert late.status is SequenceStatus.WAITING
 
 
+def test_nobody_is_admitted_in_a_step_that_had_to_preempt():
+    h = SchedulerHarness(num_blocks=6, block_size=2, max_num_seqs=2)
+    h.add(prompt_len=2, max_tokens=10)
+    young = h.add(prompt_len=2, max_tokens=10)
+    late = h.add(prompt_len=1, max_tokens=1)
+    while not young.num_preemptions:
+        assert late.status is SequenceStatus.WAITING
+        h.step()
+    assert late.status is SequenceStatus.WAITING, "took the blocks that somebody had just been made to give up"
+    h.run()
+    assert late.is_finished
+
+
 def test_a_sequence_that_does_not_fit_lets_small_ones_pass_but_not_for_ever():
     h = SchedulerHarness(num_blocks=10, block_size=2, max_num_seqs=3, max_num_skips=5)
     hog = h.add(prompt_len=10, max_tokens=10)
