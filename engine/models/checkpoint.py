@@ -1,13 +1,13 @@
 """The weight files of a model folder: safetensors, one file or several with an index. The index is the truth.
 
-Everything that can be wrong with the files is found here, before a tensor is computed with: a server that starts
-with a missing shard looks healthy and answers garbage.
+Everything that can be wrong with the files is found here, before a tensor is computed with: a server that
+starts with a missing shard looks healthy and answers garbage.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +58,7 @@ class Checkpoint:
         """Open every file and check that the files hold what the index says.
 
         Raises:
-            ModelLoadError: a file is missing, truncated or of a refused kind, or a tensor is missing or doubled.
+            ModelLoadError: a file is missing, cut short or of a refused kind; a tensor is missing or doubled.
         """
         self._folder = folder
         self._open_files = ExitStack()
@@ -82,8 +82,12 @@ class Checkpoint:
         """Names of all tensors, the harmless ones left out."""
         return frozenset(name for name in self._locations if not name.endswith(_HARMLESS_SUFFIXES))
 
-    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def require(self, shapes: Mapping[str, tuple[int, ...]], redundant: Set[str] = frozenset()) -> None:
         """Check that the files hold these tensors, in these shapes, and no others.
+
+        Args:
+            shapes: what must be there.
+            redundant: names that may be there although nobody reads them.
 
         Raises:
             ModelLoadError: they don't; every tensor at fault is named, up to a handful of each kind.
@@ -91,7 +95,7 @@ class Checkpoint:
         faults = []
         if missing := sorted(shapes.keys() - self.names):
             faults.append(f"missing: {_listed(missing)}")
-        if unused := sorted(self.names - shapes.keys()):
+        if unused := sorted(self.names - shapes.keys() - redundant):
             faults.append(f"not known to this architecture: {_listed(unused)}")
         wrong = [
             f"{name} is {list(found)}, should be {list(shapes[name])}"
@@ -107,7 +111,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        return tuple(self._handle(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def read(self, name: str) -> Tensor:
         """Read a tensor as it is stored, onto the CPU.
@@ -115,7 +119,7 @@ class Checkpoint:
         Raises:
             ModelLoadError: its type is not one of the plain floating-point types.
         """
-        tensor: Tensor = self._handle(name).get_tensor(name)
+        tensor: Tensor = self._handle(name).get_tensor(name)  # type: ignore[no-untyped-call]
         if tensor.dtype not in _STORED_DTYPES:
             raise ModelLoadError(
                 f"{self._folder / self._locations[name]}: {name} is stored as {tensor.dtype}; "
@@ -196,13 +200,13 @@ def _no_weights(folder: Path) -> ModelLoadError:
     names = sorted(path.name for path in folder.iterdir())
     if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES)]:
         return ModelLoadError(
-            f"{folder} holds its weights in {_listed(pickles)}: loading these can run code from the file, so they are "
-            f"refused; convert them to safetensors"
+            f"{folder} holds its weights in {_listed(pickles)}: loading these can run code from the file, so "
+            "they are refused; convert them to safetensors"
         )
     if strays := [name for name in names if name.endswith(".safetensors")]:
         return ModelLoadError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, so which of {_listed(strays)} belong to the model "
-            "is unknown"
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, so which of {_listed(strays)} belong to "
+            "the model is unknown"
         )
     return ModelLoadError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 

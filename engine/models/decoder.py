@@ -1,4 +1,4 @@
-"""The decoder over one flat token axis (selective batching, Orca, OSDI '22): only attention sees sequence borders.
+"""The decoder over one flat token axis: only attention sees sequence borders (Orca, OSDI '22).
 
 Letters: T tokens of the step, R rows whose logits are wanted, V vocabulary, H_q and H_kv heads, D head width.
 """
@@ -128,7 +128,7 @@ class _DecoderLayer:
 
 
 def _fused_linear(weights: WeightSource, names: Sequence[str], has_bias: bool) -> Linear:
-    """One linear that computes several projections of the same input, one after the other on the output axis."""
+    """One linear for several projections of the same input, one after the other on the output axis."""
     weight = torch.cat([weights.read(f"{name}.weight") for name in names])
     bias = torch.cat([weights.read(f"{name}.bias") for name in names]) if has_bias else None
     return make_linear(weight, bias)

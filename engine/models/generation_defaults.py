@@ -17,7 +17,7 @@ _SAMPLING_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repeti
 
 
 def declared_eos_token_ids(folder: Path, tokenizer_ids: Collection[int], vocab_size: int) -> frozenset[int]:
-    """Union of the end ids of config.json, generation_config.json and the tokenizer: any one of them ends a text.
+    """Union of the end ids of config.json, generation_config.json and the tokenizer: any of them ends a text.
 
     Args:
         tokenizer_ids: the tokenizer's part.
@@ -39,7 +39,7 @@ def declared_eos_token_ids(folder: Path, tokenizer_ids: Collection[int], vocab_s
 
 
 def log_sampling_defaults(folder: Path) -> None:
-    """Say that a folder's sampling settings are not applied: every request states its own, or takes the server's."""
+    """Say that a folder's sampling settings are not applied: requests state their own."""
     path = folder / GENERATION_CONFIG_FILE
     if not path.is_file():
         return

@@ -1,8 +1,9 @@
-"""Typed access to the JSON files of a model folder: whoever wrote them, a wrong value is an error that names it."""
+"""Typed access to the JSON files of a model folder: a wrong value is an error that names it."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from headrace.engine.tokenizer import JsonObject
 
 
 class JsonFields:
-    """The fields of one JSON object, read with their types checked. A field that is null counts as missing."""
+    """The fields of one JSON object, read with their types checked. A field that is null is missing."""
 
     def __init__(self, fields: JsonObject, source: str) -> None:
         """Wrap an object.
@@ -64,12 +65,7 @@ class JsonFields:
             if default is None:
                 raise self.error(f"{key} is missing")
             return default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or value != value
-            or abs(value) == float("inf")
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(f"{key} is {value!r}: it must be a number")
         return float(value)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+# The operators that torch's own compiler packs weights with: undocumented, so `can_prepack` tries them.
+_ONEDNN = torch.ops.mkldnn
 # oneDNN lays weights out for about this many rows; any number of rows works.
 _PACKING_ROWS_HINT = 16
 
@@ -47,7 +49,7 @@ class Linear(Protocol):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Lay a weight out for its device. The caller drops its own reference to the weight: a packed layer keeps a copy.
+    """Lay a weight out for its device. A packed layer keeps a copy: the caller drops its own reference.
 
     Args:
         weight: (N, K), on the device and in the type that it is computed with.
@@ -74,22 +76,22 @@ class DenseLinear:
 
 
 class PrepackedLinear:
-    """The weight reordered once into oneDNN's blocked layout, which `F.linear` on a CPU would not keep between calls."""
+    """The weight reordered once into oneDNN's blocked layout, which `F.linear` would redo at every call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(
+        self._weight: Tensor = _ONEDNN._reorder_linear_weight(  # noqa: SLF001
             weight.contiguous(), _PACKING_ROWS_HINT
         )
         self._bias = bias
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """See `Linear`."""
-        outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self._bias, "none", [], "")
+        outputs: Tensor = _ONEDNN._linear_pointwise(inputs, self._weight, self._bias, "none", [], "")  # noqa: SLF001
         return outputs
 
     def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
         """See `Linear`; the addition is part of the matrix product's last pass."""
-        outputs: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+        outputs: Tensor = _ONEDNN._linear_pointwise.binary(  # noqa: SLF001
             inputs, residual, self._weight, self._bias, "add"
         )
         return outputs
@@ -98,7 +100,7 @@ class PrepackedLinear:
 @cache
 def can_prepack(dtype: torch.dtype) -> bool:
     """Whether this build and processor multiply with packed weights of `dtype`, tried on a small product."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     weight = (torch.arange(48 * 32, dtype=torch.float32).view(48, 32) % 7 - 3).to(dtype)
     inputs = (torch.arange(5 * 32, dtype=torch.float32).view(5, 32) % 5 - 2).to(dtype)
@@ -108,7 +110,6 @@ def can_prepack(dtype: torch.dtype) -> bool:
         packed = PrepackedLinear(weight, bias)
         plain, added = packed(inputs), packed.add_to(residual, inputs)
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        # The operators are there for torch's own compiler: a build may lack them.
         _log.warning("weights are not prepacked, so linear layers run slower: %s", error)
         return False
     expected = F.linear(inputs, weight, bias)
@@ -140,12 +141,14 @@ class RmsNorm:
         """
         if hidden.is_cuda:
             weight = self._weight.to(hidden.dtype)
-            return F.rms_norm(hidden, weight.shape, weight, self._eps)
-        # One pass for the norm and in-place products: several times faster on a CPU than torch's own composite.
+            normed: Tensor = F.rms_norm(hidden, weight.shape, weight, self._eps)
+            return normed
+        # One pass for the norm, then products in place: much faster on a CPU than torch's own composite.
         wide = hidden.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale.square_().mul_(self._mean_factor).add_(self._eps).rsqrt_()
-        return (wide * scale).mul_(self._weight).to(hidden.dtype)
+        normed = (wide * scale).mul_(self._weight).to(hidden.dtype)
+        return normed
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a model folder to a decoder that is ready to compute, or to an error that says what is wrong with the folder."""
+"""From a model folder to a decoder that is ready to compute, or to an error that names the fault."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load_decoder(
     log_sampling_defaults(folder)
     with Checkpoint(folder) as checkpoint:
         spec = _settle_head(spec, checkpoint)
-        checkpoint.require(spec.tensors())
+        checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
         decoder = Decoder(spec, _ConvertedWeights(checkpoint, spec, dtype, device, progress), max_len=max_len)
     bos = config_file.integers("bos_token_id")
     info = ModelInfo(
@@ -124,7 +124,7 @@ def _choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:
 
 
 def _settle_head(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """A tied head may be stored all the same. Where it differs from the embedding it is used, as the reference does."""
+    """A tied head may be stored all the same: where it differs it is used, as in the reference."""
     if not spec.tied_head or HEAD not in checkpoint.names or EMBEDDING not in checkpoint.names:
         return spec
     if torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
@@ -161,9 +161,7 @@ class _ConvertedWeights:
         # NaN comes through as both, and a value too large for the type as an infinity.
         if not (math.isfinite(lowest) and math.isfinite(highest)):
             where = self._checkpoint.describe(name)
-            raise ModelLoadError(
-                f"{where} holds a value that is not finite as {str(self._dtype).removeprefix('torch.')}"
-            )
+            raise ModelLoadError(f"{where} holds a value that is not finite as {self._dtype}")
         self._num_read += tensor.nbytes
         if self._progress is not None:
             self._progress(_STAGE, self._num_read, self._num_total)

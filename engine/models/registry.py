@@ -27,8 +27,7 @@ def spec_of(config: JsonFields) -> DecoderSpec:
     """Describe the decoder that a config.json declares.
 
     Raises:
-        ModelLoadError: the architecture is not served, or a field is missing, malformed or asks for something that
-            would have to be ignored.
+        ModelLoadError: the architecture is not served, or a field is missing, malformed, or would be ignored.
     """
     names = config.texts("architectures")
     supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))

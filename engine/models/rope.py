@@ -1,4 +1,4 @@
-"""Rotary position embedding and its length-extending variants (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its long variants (YaRN, arXiv 2309.00071).
 
 Every variant is either computed as the reference library computes it or refused when the model is loaded: a
 scaling that is read wrongly degrades long inputs without any error.
@@ -23,8 +23,8 @@ class RopeKind(StrEnum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     DYNAMIC = "dynamic"
-    """Depends on how long the sequence has grown, so cached keys would go stale; up to the model's own length it
-    is the default variant, and no further is it offered."""
+    """Depends on how long the sequence has grown, so cached keys would go stale. Up to the model's own length
+    it is the default variant, and it is offered no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RopeSpec:
     def __post_init__(self) -> None:
         if self.theta <= 0 or self.factor < 1.0:
             raise ModelLoadError(
-                f"rope theta {self.theta} and factor {self.factor} can't be right: theta is positive, factor 1 or more"
+                f"rope theta {self.theta} and factor {self.factor} are out of range: theta > 0, factor >= 1"
             )
         if self.kind is RopeKind.LLAMA3 and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ModelLoadError(
@@ -98,7 +98,7 @@ class RotaryTable:
         inverse_frequencies, attention_factor = rope_frequencies(spec, head_dim)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
         cosine, sine = angles.cos() * attention_factor, angles.sin() * attention_factor
-        # (positions, 2, 2, D/2): cosine twice, then the sine that belongs to the swapped halves, sign included.
+        # (positions, 2, 2, D/2): cosine twice, then the sine for the swapped halves, sign included.
         table = torch.stack((cosine, cosine, -sine, sine), dim=1).view(max_positions, 2, 2, head_dim // 2)
         self._table = table.to(device=device, dtype=dtype)
 

@@ -56,7 +56,7 @@ class DecoderSpec:
 
     @property
     def max_len(self) -> int:
-        """The greatest context that can be served, tokens: the declared one, or what its rope scaling was made for."""
+        """The greatest context that can be served, tokens: as declared, or as the rope scaling allows."""
         return self.rope.longest_positions(self.max_position_embeddings)
 
     @property

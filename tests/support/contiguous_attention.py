@@ -1,4 +1,4 @@
-"""Attention without a paged cache: one sequence, K and V kept in a list. The simplest thing that can be right."""
+"""Attention without a paged cache: one sequence, K and V in a row. The simplest thing that can be right."""
 
 from __future__ import annotations
 

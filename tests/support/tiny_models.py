@@ -1,4 +1,4 @@
-"""Tiny random Llama checkpoints, written by transformers itself, with a tiny tokenizer that can spell any text.
+"""Tiny random Llamas, written by transformers itself, with a tiny tokenizer that can spell any text.
 
 Seeded: the same arguments write the same weights. Small enough to be made anew in each test.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,14 +36,14 @@ _CORPUS = (
     "How many sacks of flour are 12 sacks and 30 sacks? The answer is 42 sacks of flour.",
     "In 1847 the old wheel broke, and in 1851 a new one of iron was built at 9 metres across.",
     "Zürich, Łódź, São Paulo and Малага are cities; 水車 is a water wheel, and 🌊 is a wave.",
-    "def turn(wheel, water):\n    while water.level > 0:\n        wheel.step(water.take(1))\n    return wheel.angle\n",
+    "def turn(wheel, water):\n    while water.level > 0:\n        wheel.step()\n    return wheel\n",
 )
 
 
 def write_tiny_llama(
-    folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **config_overrides: object
+    folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **config_overrides: Any
 ) -> Path:
-    """Write a checkpoint that `headrace.engine.models` and transformers both load: weights in fp32, config, tokenizer.
+    """Write a checkpoint that the engine and transformers both load: weights in fp32, config, tokenizer.
 
     Args:
         folder: made if it's missing.
@@ -59,9 +60,9 @@ def write_tiny_llama(
     return folder
 
 
-def tiny_llama(*, seed: int = 0, **config_overrides: object) -> LlamaForCausalLM:
+def tiny_llama(*, seed: int = 0, **config_overrides: Any) -> LlamaForCausalLM:
     """The model that `write_tiny_llama` writes: 2 layers, 64 wide, 4 query heads over 2 KV heads, fp32."""
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 160,
@@ -84,7 +85,7 @@ def tiny_llama(*, seed: int = 0, **config_overrides: object) -> LlamaForCausalLM
         model = LlamaForCausalLM(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # transformers starts norms at one and biases at zero: a decoder that forgot either would pass.
+                # transformers starts norms at one and biases at zero: a decoder without either would pass.
                 if name.endswith("norm.weight"):
                     parameter.uniform_(0.5, 1.5)
                 elif name.endswith(".bias"):

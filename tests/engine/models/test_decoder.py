@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from headrace.engine.config import ModelConfig
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, write_tiny_llama
@@ -36,7 +37,13 @@ ROPE_VARIANTS: dict[str, dict[str, object]] = {
     "yarn": {"rope_type": "yarn", **YARN},
     "yarn, attention factor": {"rope_type": "yarn", **YARN, "attention_factor": 1.7},
     "yarn, mscale": {"rope_type": "yarn", **YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
-    "yarn, betas, not truncated": {"rope_type": "yarn", **YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, betas, not truncated": {
+        "rope_type": "yarn",
+        **YARN,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    },
 }
 
 
@@ -63,11 +70,15 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
 
 def assert_equals_reference(folder: Path, length: int = MAX_POSITIONS) -> None:
     ids = random_ids(length)
-    torch.testing.assert_close(logits_of(load(folder), ids), reference_logits(folder, ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        logits_of(load(folder), ids), reference_logits(folder, ids), atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize("variant", ROPE_VARIANTS)
-def test_every_rope_variant_gives_the_reference_logits_up_to_the_last_position(variant: str, tmp_path: Path) -> None:
+def test_every_rope_variant_gives_the_reference_logits_up_to_the_last_position(
+    variant: str, tmp_path: Path
+) -> None:
     assert_equals_reference(write_tiny_llama(tmp_path, rope_parameters=ROPE_VARIANTS[variant]))
 
 
@@ -108,7 +119,9 @@ def test_a_missing_original_length_is_read_as_the_reference_reads_it(rope_type: 
     ],
     ids=str,
 )
-def test_every_shape_of_the_family_gives_the_reference_logits(overrides: dict[str, object], tmp_path: Path) -> None:
+def test_every_shape_of_the_family_gives_the_reference_logits(
+    overrides: dict[str, Any], tmp_path: Path
+) -> None:
     assert_equals_reference(write_tiny_llama(tmp_path, **overrides), length=48)
 
 
@@ -118,7 +131,8 @@ def test_logits_do_not_depend_on_how_the_sequence_is_cut_into_steps(chunk: int, 
     ids = random_ids(40)
     attention = ContiguousAttention()
     steps = [
-        decoder.forward(ids[rows], rows, attention, torch.arange(len(rows))) for rows in torch.arange(40).split(chunk)
+        decoder.forward(ids[rows], rows, attention, torch.arange(len(rows)))
+        for rows in torch.split(torch.arange(40), chunk)
     ]
     torch.testing.assert_close(torch.cat(steps), logits_of(decoder, ids), atol=TOLERANCE, rtol=0)
 

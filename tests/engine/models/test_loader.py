@@ -1,0 +1,231 @@
+"""Loading a folder: head, types, lengths, end ids; logits of what loads are compared in test_decoder.py."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from headrace.engine.config import ModelConfig
+from headrace.engine.errors import ConfigError, ModelLoadError
+from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.contiguous_attention import ContiguousAttention
+from tests.support.model_files import edited_json, edited_tensors
+from tests.support.tiny_models import IM_END_ID, MAX_POSITIONS, VOCAB_SIZE, write_tiny_llama
+
+CPU = torch.device("cpu")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load(folder: Path, *, tokenizer_eos_token_ids: tuple[int, ...] = (), **settings: Any) -> LoadedDecoder:
+    config = ModelConfig(path=folder, **{"dtype": "float32", **settings})
+    return load_decoder(config, CPU, tokenizer_eos_token_ids=tokenizer_eos_token_ids)
+
+
+def logits_of(folder: Path) -> Tensor:
+    ids = torch.arange(10, 40)
+    positions = torch.arange(len(ids))
+    return load(folder).decoder.forward(ids, positions, ContiguousAttention(), positions)
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model(torch.arange(10, 40)[None]).logits[0]
+
+
+# ---- the head --------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_that_is_stored_all_the_same_changes_nothing(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path, tie_word_embeddings=True)
+    expected = logits_of(folder)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+    torch.testing.assert_close(logits_of(folder), expected)
+
+
+def test_a_tied_head_that_differs_is_used_as_the_reference_uses_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_llama(tmp_path, tie_word_embeddings=True)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        tensors[HEAD] = tensors[EMBEDDING].flip(0).contiguous()
+    with caplog.at_level(logging.WARNING, logger="headrace"):
+        ours = logits_of(folder)
+    torch.testing.assert_close(ours, reference_logits(folder), atol=1e-4, rtol=0)
+    assert HEAD in caplog.text
+
+
+def test_an_untied_model_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        del tensors[HEAD]
+    with pytest.raises(ModelLoadError, match=f"missing: {HEAD}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(("tied", "num_heads"), [(True, 0), (False, 1)])
+def test_shared_weights_are_counted_once(tied: bool, num_heads: int, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert load(folder).info.num_parameters == expected
+
+
+# ---- values and types ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(value: float, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        tensors[name][3, 7] = value
+    with pytest.raises(
+        ModelLoadError, match=f"{name} in .*model.safetensors holds a value that is not finite"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_the_type_of_the_files_does_not_bind(stored: torch.dtype, wanted: str, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()})
+    loaded = load(folder, dtype=wanted)
+    assert loaded.info.dtype == wanted
+    assert str(loaded.decoder.dtype) == f"torch.{wanted}"
+
+
+@pytest.mark.parametrize(
+    ("abilities", "expected"),
+    [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(
+    abilities: dict[str, bool],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: abilities)
+    with caplog.at_level(logging.INFO, logger="headrace"):
+        assert choose_dtype("auto", CPU) == expected
+    assert f"dtype auto: {expected}" in caplog.text
+
+
+def test_half_precision_is_refused_on_a_cpu_with_what_to_use() -> None:
+    with pytest.raises(ConfigError, match="bfloat16, float32 or auto"):
+        choose_dtype("float16", CPU)
+
+
+def test_progress_reaches_the_total_and_never_goes_back(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    load_decoder(
+        ModelConfig(path=write_tiny_llama(tmp_path), dtype="float32"),
+        CPU,
+        lambda stage, done, total: told.append((stage, done, total)),
+    )
+    counts = [done for _, done, _ in told]
+    assert counts == sorted(counts)
+    assert counts[-1] == told[-1][2] == load(tmp_path).info.num_parameters * 4
+    assert {stage for stage, _, _ in told} == {"reading weights"}
+
+
+# ---- length ----------------------------------------------------------------------------------------
+
+
+def test_the_models_own_length_is_the_default(tmp_path: Path) -> None:
+    assert load(write_tiny_llama(tmp_path)).info.max_model_len == MAX_POSITIONS
+
+
+def test_a_shorter_length_can_be_asked_for(tmp_path: Path) -> None:
+    assert load(write_tiny_llama(tmp_path), max_model_len=32).info.max_model_len == 32
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, MAX_POSITIONS),
+        ({"rope_type": "dynamic", "factor": 2.0}, MAX_POSITIONS),
+        ({"rope_type": "linear", "factor": 2.0}, 2 * MAX_POSITIONS),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, MAX_POSITIONS),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+    ],
+)
+def test_a_length_beyond_the_model_is_refused_with_the_greatest(
+    rope: dict[str, object], longest: int, tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path, rope_parameters={"rope_theta": 10000.0, **rope})
+    assert load(folder, max_model_len=longest).info.max_model_len == longest
+    with pytest.raises(ConfigError, match=f"use {longest} or less"):
+        load(folder, max_model_len=longest + 1)
+
+
+# ---- end ids, name ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "expected"),
+    [
+        (5, None, (), {5}),
+        ([5, 6], None, (), {5, 6}),
+        (None, 7, (), {7}),
+        (None, None, (8,), {8}),
+        ([5, 6], [6, 7], (8,), {5, 6, 7, 8}),
+        (None, None, (), set()),
+        ([5, VOCAB_SIZE, -1], None, (VOCAB_SIZE + 3,), {5}),
+    ],
+)
+def test_end_ids_are_the_union_of_all_that_declare_some(
+    config: object, generation: object, tokenizer: tuple[int, ...], expected: set[int], tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_json(folder / "config.json") as fields:
+        fields["eos_token_id"] = config
+    with edited_json(folder / "generation_config.json") as fields:
+        fields["eos_token_id"] = generation
+    assert load(folder, tokenizer_eos_token_ids=tokenizer).info.eos_token_ids == expected
+
+
+def test_a_folder_without_generation_config_loads(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    (folder / "generation_config.json").unlink()
+    assert load(folder).info.eos_token_ids == {IM_END_ID}
+
+
+def test_sampling_defaults_of_the_folder_are_said_not_to_be_applied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_json(folder / "generation_config.json") as fields:
+        fields.update(temperature=0.1, top_k=1, do_sample=False)
+    with caplog.at_level(logging.INFO, logger="headrace"):
+        load(folder)
+    assert "'temperature': 0.1" in caplog.text
+    assert "not applied" in caplog.text
+
+
+def test_a_malformed_end_id_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_json(folder / "generation_config.json") as fields:
+        fields["eos_token_id"] = "two"
+    with pytest.raises(ModelLoadError, match=r"generation_config.json: eos_token_id is 'two'"):
+        load(folder)
+
+
+def test_the_name_is_the_configured_one_or_the_folders(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny-wheel")
+    assert load(folder).info.name == "tiny-wheel"
+    assert load(folder, name="mill").info.name == "mill"
