@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from headrace.clients.events import Answer as Answer
     from headrace.clients.events import Completion as Completion
     from headrace.clients.events import Delta as Delta
+    from headrace.clients.events import Event as Event
     from headrace.clients.events import Finished as Finished
     from headrace.clients.events import FinishReason as FinishReason
+    from headrace.clients.events import ServingStatus as ServingStatus
     from headrace.clients.generation import Generation as Generation
     from headrace.clients.prompts import Chat as Chat
     from headrace.clients.prompts import ChatMessage as ChatMessage
+    from headrace.clients.prompts import Prompt as Prompt
     from headrace.clients.prompts import RequestOptions as RequestOptions
     from headrace.clients.prompts import Tool as Tool
     from headrace.clients.prompts import ToolCall as ToolCall
@@ -65,11 +68,14 @@ _HOME_OF = {
     "Answer": "events",
     "Completion": "events",
     "Delta": "events",
+    "Event": "events",
     "FinishReason": "events",
     "Finished": "events",
+    "ServingStatus": "events",
     "Generation": "generation",
     "Chat": "prompts",
     "ChatMessage": "prompts",
+    "Prompt": "prompts",
     "RequestOptions": "prompts",
     "Tool": "prompts",
     "ToolCall": "prompts",

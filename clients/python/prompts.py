@@ -117,7 +117,8 @@ def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration
         _set(start.sampling, name, options.get(name), "sampling")
     _set(start.stop, "max_tokens", options.get("max_tokens"), "stop")
     _set(start.stop, "ignore_eos", options.get("ignore_eos"), "stop")
-    extend_ids(start.stop.token_ids, options.get("stop_token_ids", ()), "stop.token_ids")
+    if stop_token_ids := options.get("stop_token_ids"):
+        extend_ids(start.stop.token_ids, stop_token_ids, "stop.token_ids")
     _set(start.output, "text", options.get("wants_text"), "output")
     _set(start.output, "token_ids", options.get("wants_token_ids"), "output")
     _set(start.output, "skip_special_tokens", options.get("skip_special_tokens"), "output")
@@ -150,14 +151,14 @@ def _set_prompt(start: pb.StartGeneration, prompt: Prompt) -> None:
         start.text = prompt
     elif isinstance(prompt, Chat):
         start.chat.CopyFrom(chat_message(prompt))
-    elif prompt and all(isinstance(part, ChatMessage) for part in prompt):
-        messages = [part for part in prompt if isinstance(part, ChatMessage)]
+    elif messages := [part for part in prompt if isinstance(part, ChatMessage)]:
+        if len(messages) < len(prompt):
+            raise InvalidArgument.of("prompt", "must be token ids or chat messages, not a mixture")
         start.chat.CopyFrom(chat_message(Chat(messages)))
     else:
         start.token_ids.SetInParent()
-        extend_ids(
-            start.token_ids.ids, [part for part in prompt if not isinstance(part, ChatMessage)], "prompt"
-        )
+        token_ids = [part for part in prompt if not isinstance(part, ChatMessage)]
+        extend_ids(start.token_ids.ids, token_ids, "prompt")
 
 
 def _set(message: Message, name: str, value: object, path: str = "") -> None:

@@ -1,0 +1,80 @@
+"""Models, text and health over the wire; what the client asks of its caller."""
+
+from __future__ import annotations
+
+import pytest
+from headrace.clients import (
+    Chat,
+    ChatMessage,
+    InferenceClient,
+    InvalidArgument,
+    NotFound,
+    RetryPolicy,
+    ServingStatus,
+    Unavailable,
+)
+
+from tests.support.fake_server import running_fake_server
+
+
+async def test_models_are_described() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        (model,) = await client.models()
+    assert (model.name, model.max_sequence_length, model.end_token_ids) == ("fake", 128, (0,))
+    assert model.bos_token_id is None
+    assert model.default_sampling.temperature == 1.0
+    assert model.default_sampling.seed is None
+
+
+async def test_text_becomes_ids_and_ids_become_text() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        plain = await client.tokenize("hé")
+        spelled = await client.tokenize("hé", with_tokens=True)
+        assert (plain.token_ids, plain.tokens) == ((104, 233), ())
+        assert spelled.tokens == ("h", "é")
+        assert await client.detokenize(plain.token_ids) == "hé"
+        with pytest.raises(InvalidArgument):
+            await client.detokenize([-1])
+
+
+@pytest.mark.parametrize("wrap", [Chat, list], ids=["Chat", "messages"])
+async def test_a_chat_is_rendered(wrap: type[Chat] | type[list[ChatMessage]]) -> None:
+    chat = wrap([ChatMessage("system", "a"), ChatMessage("user", "b")])
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        rendered = await client.apply_chat_template(chat)
+    assert rendered.text == "<system>a<user>b"
+    assert len(rendered.token_ids) == len(rendered.text)
+
+
+async def test_health_tells_the_status_and_does_not_wait_for_a_better_one() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        assert await client.health() is ServingStatus.SERVING
+        await server.set_serving(False)
+        assert await client.health() is ServingStatus.NOT_SERVING
+        with pytest.raises(NotFound):
+            await client.health("no.such.Service")
+
+
+async def test_health_of_nobody_is_unavailable() -> None:
+    async with InferenceClient("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.health()
+
+
+async def test_a_client_that_is_not_open_says_how_to_open_it() -> None:
+    client = InferenceClient("127.0.0.1:1", retry=RetryPolicy(max_attempts=1))
+    with pytest.raises(RuntimeError, match="async with"):
+        await client.models()
+    async with client:
+        with pytest.raises(RuntimeError, match="already"):
+            await client.__aenter__()
+    with pytest.raises(RuntimeError, match="async with"):
+        client.generate("hello")
+
+
+async def test_a_client_can_be_opened_again() -> None:
+    async with running_fake_server() as server:
+        client = InferenceClient(server.target)
+        for _ in range(2):
+            async with client:
+                assert (await client.generate_once("hello")).text == "hello "

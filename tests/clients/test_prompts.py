@@ -1,0 +1,114 @@
+"""A call's arguments become exactly the message that they say, and nothing that was not said."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from google.protobuf import json_format
+from headrace.clients.errors import InvalidArgument
+from headrace.clients.prompts import Chat, ChatMessage, Prompt, RequestOptions, Tool, ToolCall, start_message
+from headrace.v1 import generation_pb2 as pb
+
+
+def test_nothing_is_set_that_was_not_given() -> None:
+    assert start_message("hello", {}) == pb.StartGeneration(text="hello")
+
+
+def test_every_option_has_its_field() -> None:
+    options: RequestOptions = {
+        "request_id": "r",
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "top_k": 3,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 2**64 - 1,
+        "stop_token_ids": [1, 2],
+        "ignore_eos": False,
+        "time_limit_s": 1.5,
+        "skip_special_tokens": False,
+        "wants_text": False,
+        "wants_token_ids": True,
+    }
+    assert options.keys() == RequestOptions.__annotations__.keys()
+    expected = pb.StartGeneration(
+        request_id="r",
+        model="m",
+        text="p",
+        sampling=pb.SamplingOptions(temperature=0.0, top_k=3, top_p=0.5, min_p=0.25, seed=2**64 - 1),
+        stop=pb.StopOptions(max_tokens=5, token_ids=[1, 2], ignore_eos=False),
+        output=pb.OutputOptions(text=False, token_ids=True, skip_special_tokens=False),
+    )
+    expected.time_limit.FromMilliseconds(1500)
+    assert start_message("p", options) == expected
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3)], ids=type)
+def test_token_ids_are_sent_as_they_are(prompt: Prompt) -> None:
+    assert start_message(prompt, {}).token_ids.ids == [1, 2, 3]
+
+
+def test_an_empty_list_is_an_empty_prompt_that_the_server_refuses() -> None:
+    assert start_message([], {}).WhichOneof("prompt") == "token_ids"
+
+
+def test_messages_become_a_chat() -> None:
+    start = start_message([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")], {})
+    assert [(message.role, message.content) for message in start.chat.messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+    ]
+    assert start.chat.add_generation_prompt
+
+
+def test_a_chat_carries_tools_and_variables() -> None:
+    chat = Chat(
+        [
+            ChatMessage("assistant", "", tool_calls=(ToolCall("c1", "add", {"a": 1.0, "b": [True, None]}),)),
+            ChatMessage("tool", "3", tool_call_id="c1", name="add"),
+        ],
+        tools=[Tool("add", "Adds.", {"type": "object"})],
+        add_generation_prompt=False,
+        template_variables={"enable_thinking": False},
+    )
+    prompt = start_message(chat, {}).chat
+    arguments = json_format.MessageToDict(prompt.messages[0].tool_calls[0].arguments)
+    assert arguments == {"a": 1.0, "b": [True, None]}
+    assert (prompt.messages[1].tool_call_id, prompt.messages[1].name) == ("c1", "add")
+    assert prompt.tools[0].parameters["type"] == "object"
+    assert prompt.template_variables["enable_thinking"] is False
+    assert not prompt.add_generation_prompt
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"max_tokens": -1}, "stop.max_tokens"),
+        ({"top_k": 2**32}, "sampling.top_k"),
+        ({"seed": -1}, "sampling.seed"),
+        ({"temperature": "warm"}, "sampling.temperature"),
+        ({"stop_token_ids": [-1]}, "stop.token_ids"),
+        ({"time_limit_s": float("nan")}, "time_limit"),
+        ({"time_limit_s": float("inf")}, "time_limit"),
+        ({"request_id": 5}, "request_id"),
+    ],
+    ids=str,
+)
+def test_a_value_that_does_not_fit_names_its_field(options: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        start_message("p", cast("RequestOptions", options))
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_a_mistyped_option_is_no_option() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        start_message("p", cast("RequestOptions", {"max_token": 5}))
+
+
+@pytest.mark.parametrize("prompt", [[1, -2], ["a", "b"], [ChatMessage("user", "x"), 3]], ids=str)
+def test_a_prompt_of_another_kind_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        start_message(cast("Prompt", prompt), {})
+    assert caught.value.violations[0].field == "prompt"
