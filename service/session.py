@@ -1,8 +1,8 @@
 """One Session RPC: one task reads, one admits in the order of arrival, and the RPC's own task writes.
 
 How a client tells events apart: an `error` event ends the request of its label, with these exceptions, told
-by the `reason` of its google.rpc.ErrorInfo and always numbered `sequence` 0. DUPLICATE_REQUEST_ID, which comes
-with ALREADY_EXISTS, refuses a second `start` under the label of a live request, which goes on.
+by the `reason` of its google.rpc.ErrorInfo and always numbered `sequence` 0. DUPLICATE_REQUEST_ID, with
+ALREADY_EXISTS, refuses a second `start` under the label of a live request, which goes on.
 UNKNOWN_REQUEST_ID (NOT_FOUND) and NOT_OFFERED (UNIMPLEMENTED) answer a `cancel` or a `grant_credit`.
 """
 

@@ -1,0 +1,42 @@
+"""``python -m headrace.service serve …`` and ``… pull NAME``: what the light `headrace` command runs."""
+
+from __future__ import annotations
+
+import sys
+
+_USAGE = """usage: headrace serve --model MODEL [options]   serve a model over gRPC; all options: serve --help
+       headrace pull MODEL [--cache PATH]      fetch a model into the cache folder, print where it is"""
+_EXTRA = "pip install 'headrace[server]'"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the command and its arguments; None takes the process's own.
+
+    Returns:
+        Exit code: 0 all went well, 1 the engine died, 2 what was asked can't be done.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        # Here, so that a missing extra is said in a sentence and not by a traceback.
+        from headrace.service.commands import pull, serve  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
+        return 2
+    match arguments:
+        case ["serve", *flags]:
+            return serve(flags)
+        case ["pull", *flags]:
+            return pull(flags)
+        case ["-h" | "--help"]:
+            print(_USAGE)
+            return 0
+        case _:
+            print(_USAGE, file=sys.stderr)
+            return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The commands of ``python -m headrace.service``, from arguments to exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.engine import EngineError, resolve_model
+from headrace.service.config import InvalidConfig, default_cache_dir, environment_doubts, load_config
+from headrace.service.lifecycle import EXIT_OK, EXIT_REFUSED, ModelSource, model_from_files
+from headrace.service.lifecycle import serve as serve_until_stopped
+from headrace.service.progress import ShownProgress
+from headrace.service.server import BindError
+from headrace.service.telemetry import configure_logging, log
+
+
+def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
+    """``headrace serve``.
+
+    Args:
+        flags: without the command's name.
+        source: loads the model.
+
+    Returns:
+        Exit code.
+    """
+    try:
+        config = load_config(flags)
+    except InvalidConfig as error:
+        return _refused(*error.problems)
+    configure_logging(config.log_level, config.log_format)
+    for doubt in environment_doubts():
+        log.warning("doubtful variable", problem=doubt)
+    try:
+        code = asyncio.run(serve_until_stopped(config, source))
+    except (BindError, EngineError) as error:
+        code = _refused(str(error))
+    except ModuleNotFoundError as error:
+        code = _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
+    return _leave(code)
+
+
+def pull(flags: Sequence[str]) -> int:
+    """``headrace pull``."""
+    parser = argparse.ArgumentParser("headrace pull", description="Fetch a model into the cache folder.")
+    parser.add_argument("model", help="hf:org/name, or a known name such as smollm2-135m-instruct")
+    parser.add_argument(
+        "--cache", type=Path, default=default_cache_dir(), help="folder (default: %(default)s)"
+    )
+    arguments = parser.parse_args(flags)
+    configure_logging("info", "auto")
+    try:
+        with ShownProgress() as progress:
+            print(resolve_model(arguments.model, arguments.cache, progress))
+    except EngineError as error:
+        return _refused(str(error))
+    except ModuleNotFoundError as error:
+        return _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
+    return EXIT_OK
+
+
+def _refused(*problems: str) -> int:
+    for problem in problems:
+        print(f"headrace: {problem}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def _leave(code: int) -> int:
+    """End at once if a thread (a load that was broken off, a step that hangs) would hold the process."""
+    others = [
+        t for t in threading.enumerate() if t is not threading.main_thread() and t.name.startswith("headrace")
+    ]
+    if others:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

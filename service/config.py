@@ -1,0 +1,364 @@
+"""The service's configuration: flags, then HEADRACE_* variables, then a YAML file, then defaults.
+
+The one place that reads the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import cleandoc
+from pathlib import Path
+from tempfile import gettempdir
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+import yaml
+from headrace.engine import (
+    BatchingPolicy,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from headrace.service.limits import Limits
+from pydantic import ByteSize, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+_PREFIX = "HEADRACE_"
+
+
+class InvalidConfig(Exception):
+    """The configuration can't be taken.
+
+    Args:
+        problems: one readable line each.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def default_cache_dir() -> Path:
+    """Where fetched models are kept unless told otherwise; a user without a home gets a temporary place."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root) / "headrace"
+    try:
+        return Path.home() / ".cache" / "headrace"
+    except RuntimeError:
+        return Path(gettempdir()) / "headrace"
+
+
+class ServiceConfig(BaseSettings):
+    """Serve a language model over gRPC.
+
+    Each setting has three spellings: the flag --max-num-seqs, the variable HEADRACE_MAX_NUM_SEQS and, in the
+    YAML file named by --config, the key max_num_seqs. A flag wins over a variable, a variable over the file.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX,
+        cli_prog_name="headrace serve",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+        # A field called `model` is what this is about.
+        protected_namespaces=(),
+        frozen=True,
+    )
+
+    model: str = Field(
+        min_length=1,
+        description="what to serve: a model folder, a .gguf file, hf:org/name, or a known name such as "
+        "smollm2-135m-instruct",
+    )
+    served_model_name: str = Field("", description="what clients call it; empty takes the model's own name")
+    config: Path | None = Field(None, description="YAML file with settings")
+    cache: Path = Field(default_factory=default_cache_dir, description="folder for fetched models")
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(50051, ge=0, le=65535, description="port for callers; 0 picks a free one")
+    control_host: str = Field("127.0.0.1", min_length=1, description="address of the operator's port")
+    control_port: int = Field(50052, ge=0, le=65535, description="port for the operator; 0 picks a free one")
+    ready_file: Path | None = Field(
+        None, description="file that gets the ports and the process id, as JSON, once they are bound"
+    )
+    reflection: bool = Field(True, description="whether gRPC reflection is offered")
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="compute and KV type"
+    )
+    attention_backend: str = Field("auto", description="attention backend; auto picks for the device")
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest sequence, prompt and output, tokens; unset: the model's own limit"
+    )
+    threads: int | None = Field(None, ge=1, description="compute threads; unset: one per usable core")
+
+    block_size: int = Field(16, ge=1, description="tokens per KV block")
+    kv_memory: ByteSize | None = Field(
+        None, gt=0, description="memory for the KV pool, such as 2GiB; unset: a share of what is free"
+    )
+    num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of --kv-memory")
+
+    batching: Literal["continuous", "static"] = Field(
+        "continuous",
+        description="when waiting requests join: at every step, or when the last batch is finished",
+    )
+    max_num_seqs: int = Field(16, ge=1, description="slots: most sequences in one step")
+    max_num_batched_tokens: int = Field(512, ge=1, description="token budget: most tokens in one step")
+    max_prefill_chunk: int | None = Field(
+        None, ge=1, description="most prompt tokens of one sequence in one step; unset: the budget"
+    )
+    max_num_waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused")
+    max_num_skips: int = Field(64, ge=0, description="later requests that may pass one that does not fit yet")
+
+    max_message_size: ByteSize = Field(
+        ByteSize(Limits().max_message_bytes), gt=0, description="longest gRPC message, either way"
+    )
+    max_text_size: ByteSize = Field(
+        ByteSize(Limits().max_text_bytes), gt=0, description="longest text or conversation of one request"
+    )
+    max_request_s: float = Field(
+        Limits().max_request_s, gt=0, allow_inf_nan=False, description="longest time for one request, seconds"
+    )
+    slow_reader_s: float = Field(
+        Limits().slow_reader_s,
+        gt=0,
+        allow_inf_nan=False,
+        description="longest time that a message may wait for its reader, seconds",
+    )
+    text_threads: int = Field(2, ge=1, description="threads that encode and decode text")
+
+    drain_grace_s: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="longest wait for running requests at the end, seconds"
+    )
+    lame_duck_s: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="pause between not ready and refusing new requests, seconds",
+    )
+    stall_timeout_s: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="longest time for one step before health tells, seconds"
+    )
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto",
+        description="log lines on stderr: console for people, json for programs; auto looks for a terminal",
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Variables before init arguments, which are the YAML file's; flags are put before both."""
+        return env_settings, init_settings
+
+    @model_validator(mode="after")
+    def _suits_the_engine(self) -> Self:
+        if self.kv_memory is not None and self.num_blocks is not None:
+            raise ValueError(
+                "kv_memory and num_blocks are both given: they say the same thing, leave one out"
+            )
+        try:
+            self.engine_config(Path(self.model))
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def engine_config(self, path: Path) -> EngineConfig:
+        """What the engine is told.
+
+        Args:
+            path: where the model's files are.
+        """
+        return EngineConfig(
+            model=ModelConfig(
+                path=path,
+                name=self.served_model_name,
+                dtype=self.dtype,
+                max_model_len=self.max_model_len,
+                attention_backend=self.attention_backend,
+            ),
+            cache=CacheConfig(self.block_size, self.num_blocks, self.kv_memory),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_prefill_chunk=self.max_prefill_chunk,
+                max_num_waiting=self.max_num_waiting,
+                max_num_skips=self.max_num_skips,
+                batching=BatchingPolicy(self.batching),
+            ),
+            num_threads=self.threads,
+        )
+
+    def limits(self) -> Limits:
+        """What requests are held to."""
+        return Limits(
+            max_message_bytes=self.max_message_size,
+            max_text_bytes=self.max_text_size,
+            max_request_s=self.max_request_s,
+            slow_reader_s=self.slow_reader_s,
+        )
+
+
+def load_config(argv: Sequence[str]) -> ServiceConfig:
+    """The configuration that flags, environment and file make together.
+
+    Args:
+        argv: flags, without the program's name.
+
+    Raises:
+        InvalidConfig: one line for each thing that is wrong.
+        SystemExit: --help was asked for, and given.
+    """
+    values = _read_yaml(_config_path(argv))
+    try:
+        flags = CliSettingsSource[argparse.ArgumentParser](ServiceConfig, formatter_class=_HelpFormatter)
+        return CliApp.run(ServiceConfig, cli_args=list(argv), cli_settings_source=flags, **values)
+    except SettingsError as error:
+        raise InvalidConfig(_flag_problem(str(error))) from error
+    except ValidationError as error:
+        raise InvalidConfig(*_problems(error, argv, values)) from error
+
+
+def environment_doubts() -> Iterator[str]:
+    """Name variables that look like ours and mean nothing: a misspelt one would be ignored silently."""
+    known = [_variable(name) for name in ServiceConfig.model_fields]
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIX) and name not in known:
+            nearest = get_close_matches(name, known, 1, cutoff=0.85)
+            if nearest:
+                yield f"{name} is not known: did you mean {nearest[0]}?"
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Says what a value is in a user's words, not in Python's."""
+
+    _METAVARS = MappingProxyType(
+        {"ByteSize": "SIZE", "Path": "PATH", "float": "SECONDS", "int": "N", "str": "TEXT"}
+    )
+
+    def _metavar_formatter(
+        self, action: argparse.Action, default_metavar: str
+    ) -> Callable[[int], tuple[str, ...]]:
+        written = super()._metavar_formatter(action, default_metavar)
+        return lambda size: tuple(self._METAVARS.get(word, word) for word in written(size))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return super()._fill_text(cleandoc(text), width, indent)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = super()._expand_help(action)
+        for unset in ("(default: null)", "(default: )"):
+            text = text.replace(unset, "")
+        text = text.replace("default factory: default_cache_dir", f"default: {default_cache_dir()}")
+        if action.metavar == "ByteSize":
+            text = re.sub(r"(?<=default: )\d+", lambda number: ByteSize(number[0]).human_readable(), text)
+        return text.rstrip()
+
+
+def _config_path(argv: Sequence[str]) -> Path | None:
+    for position, argument in enumerate(argv):
+        if argument == "--config" and position + 1 < len(argv):
+            return Path(argv[position + 1])
+        if argument.startswith("--config="):
+            return Path(argument.removeprefix("--config="))
+    named = os.environ.get(_variable("config"))
+    return Path(named) if named else None
+
+
+def _read_yaml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidConfig(f"{path}: can't be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: is no YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InvalidConfig(f"{path}: must hold keys and values, such as 'port: 50051'")
+    known = [name for name in ServiceConfig.model_fields if name != "config"]
+    problems = []
+    for key in values:
+        if key not in known:
+            nearest = get_close_matches(str(key).replace("-", "_"), known, 1, cutoff=0.5)
+            hint = f": did you mean {nearest[0]}?" if nearest else "; see headrace serve --help"
+            problems.append(f"{path}: key {key!r} is not known{hint}")
+    if problems:
+        raise InvalidConfig(*problems)
+    return values
+
+
+def _problems(error: ValidationError, argv: Sequence[str], file: Mapping[str, object]) -> Iterator[str]:
+    for fault in error.errors():
+        message = fault["msg"].removeprefix("Value error, ")
+        if not fault["loc"]:
+            yield message
+            continue
+        name = str(fault["loc"][0])
+        if fault["type"] == "missing":
+            yield f"{_flag(name)} is required (or {_variable(name)}, or the key {name} in --config's file)"
+            continue
+        given = os.environ.get(_variable(name), "")
+        source = _source_of(name, argv, file)
+        yield f"{source}: {message[0].lower()}{message[1:]}, got {fault['input']!r}"
+        if source == _variable(name) and re.match(r"\w+://", given):
+            yield (
+                f"{source} looks like what Kubernetes sets for a Service named headrace: "
+                "set enableServiceLinks: false in the pod, or rename the Service"
+            )
+
+
+def _source_of(name: str, argv: Sequence[str], file: Mapping[str, object]) -> str:
+    flag = _flag(name)
+    if any(argument == flag or argument.startswith(f"{flag}=") for argument in argv):
+        return flag
+    if _variable(name) in os.environ:
+        return _variable(name)
+    return f"key {name} of the file" if name in file else flag
+
+
+def _flag_problem(message: str) -> str:
+    """argparse's complaint, with the nearest flag where one is misspelt."""
+    problem = message.removeprefix("error parsing CLI: ")
+    misspelt = re.match(r"unrecognized arguments: (--[^\s=]+)", problem)
+    if misspelt is None:
+        return problem
+    known = [_flag(name) for name in ServiceConfig.model_fields]
+    nearest = get_close_matches(misspelt[1], known, 1, cutoff=0.5)
+    hint = f": did you mean {nearest[0]}?" if nearest else "; see headrace serve --help"
+    return f"{misspelt[1]} is not known{hint}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _variable(name: str) -> str:
+    return f"{_PREFIX}{name.upper()}"

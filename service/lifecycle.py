@@ -1,0 +1,240 @@
+"""The life of the process: bind, load, warm up, serve, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace.engine import (
+    AsyncEngine,
+    FailureEvent,
+    LoadedModel,
+    LoadProgress,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+    load_model,
+    resolve_model,
+)
+from headrace.service.config import ServiceConfig
+from headrace.service.control import Drainer
+from headrace.service.health import Health
+from headrace.service.progress import ShownProgress
+from headrace.service.server import Endpoint, bind, make_control_server, make_public_server
+from headrace.service.serving import ServedModel, Serving
+from headrace.service.signals import StopSignals
+from headrace.service.telemetry import log, log_loop_fault
+from headrace.service.text import TextWorkers
+
+ModelSource = Callable[[ServiceConfig, LoadProgress], LoadedModel]
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1
+EXIT_REFUSED = 2
+
+_FLUSH_S = 1.0
+"""Time for last messages to reach their clients."""
+_HEARTBEAT_S = 0.5
+_WARM_UP_TOKENS = 2
+
+
+def model_from_files(config: ServiceConfig, progress: LoadProgress) -> LoadedModel:
+    """Fetch and load what the configuration names."""
+    return load_model(config.engine_config(resolve_model(config.model, config.cache, progress)), progress)
+
+
+async def serve(config: ServiceConfig, source: ModelSource = model_from_files) -> int:
+    """Serve until a signal, or the engine's death.
+
+    Args:
+        source: loads the model; called in a thread of its own.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        BindError: a port can't be had.
+        EngineError: the model can't be served.
+    """
+    asyncio.get_running_loop().set_exception_handler(log_loop_fault)
+    return await _Service(config, await Health.start()).run(source)
+
+
+class _Service:
+    """One process's service, from its first port to its exit code."""
+
+    def __init__(self, config: ServiceConfig, health: Health) -> None:
+        self._config = config
+        self._health = health
+        self._serving = Serving()
+        self._drainer = Drainer(self._serving, health, config.lame_duck_s, config.drain_grace_s)
+        self._stop = StopSignals()
+
+    async def run(self, source: ModelSource) -> int:
+        """Ports first, then the model, then requests."""
+        async with _listening(self._config, self._serving, self._health, self._drainer):
+            loading = asyncio.ensure_future(_in_thread(lambda: _load(self._config, source)))
+            if not await self._is_done_before_a_signal(loading):
+                log.info("stopped while loading")
+                return EXIT_OK
+            model = loading.result()
+            # The engine goes down before the servers do, so that what it ends is still told.
+            async with AsyncEngine(model, self._config.engine_config(Path(self._config.model))) as engine:
+                return await self._run_engine(engine)
+
+    async def _run_engine(self, engine: AsyncEngine) -> int:
+        warming = asyncio.create_task(_warm_up(engine))
+        if not await self._is_done_before_a_signal(warming):
+            return EXIT_OK
+        warming.result()
+        limits = self._config.limits()
+        texts = TextWorkers(self._config.text_threads, limits)
+        name = self._config.served_model_name or engine.info.name
+        try:
+            self._serving.open(ServedModel(name, engine, texts, limits))
+            await self._health.ready()
+            _log_ready(engine)
+            return await self._until_the_end(engine)
+        finally:
+            self._serving.close()
+            texts.close()
+
+    async def _until_the_end(self, engine: AsyncEngine) -> int:
+        dying = asyncio.create_task(engine.died())
+        stall_timeout_s = self._config.stall_timeout_s
+        watching = asyncio.create_task(
+            self._health.watch(engine, stall_timeout_s, min(_HEARTBEAT_S, stall_timeout_s / 2))
+        )
+        hurrying = asyncio.create_task(self._stop.second())
+        draining: asyncio.Task[int] | None = None
+        try:
+            if not await self._is_done_before_a_signal(dying):
+                draining = asyncio.create_task(self._drainer.drain())
+                await asyncio.wait({draining, hurrying, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if dying.done():
+                log.critical("engine died", reason=str(dying.result()))
+                await self._health.dead()
+                return EXIT_ENGINE_DIED
+            return self._stop.exit_code
+        finally:
+            for task in (dying, watching, hurrying, *([draining] if draining else [])):
+                task.cancel()
+
+    async def _is_done_before_a_signal(self, task: asyncio.Future[Any]) -> bool:
+        stopping = asyncio.create_task(self._stop.first())
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        return task.done()
+
+
+@asynccontextmanager
+async def _listening(
+    config: ServiceConfig, serving: Serving, health: Health, drainer: Drainer
+) -> AsyncIterator[None]:
+    """Both servers, up from here to the end of the block."""
+    limits = config.limits()
+    public = make_public_server(serving, health, limits, has_reflection=config.reflection)
+    control = make_control_server(serving, health, drainer, limits, has_reflection=config.reflection)
+    port = bind(public, Endpoint(config.host, config.port), "--port")
+    control_port = bind(control, Endpoint(config.control_host, config.control_port), "--control-port")
+    try:
+        await public.start()
+        await control.start()
+        if config.ready_file is not None:
+            _write_ready_file(config.ready_file, port, control_port)
+        log.info("listening", host=config.host, port=port, control_port=control_port, pid=os.getpid())
+        yield
+    finally:
+        await asyncio.gather(public.stop(_FLUSH_S), control.stop(_FLUSH_S))
+        log.info("stopped")
+
+
+def _load(config: ServiceConfig, source: ModelSource) -> LoadedModel:
+    began_s = time.monotonic()
+    with ShownProgress() as progress:
+        model = source(config, progress)
+    log.info("model loaded", seconds=round(time.monotonic() - began_s, 2))
+    return model
+
+
+async def _warm_up(engine: AsyncEngine) -> None:
+    """Pass one generation through the engine, as a request would.
+
+    Raises:
+        EngineError: it failed.
+    """
+    token_id = engine.info.bos_token_id or 0
+    room = min(engine.info.max_model_len, engine.layout.num_tokens)
+    request = Request(
+        request_id=RequestId("0:warm-up"),
+        prompt_token_ids=(token_id,) * min(16, room - 1),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopConditions(max_tokens=min(_WARM_UP_TOKENS, room - min(16, room - 1)), ignore_eos=True),
+    )
+    began_s = time.monotonic()
+    async for event in engine.submit(request):
+        if isinstance(event, FailureEvent):
+            raise event.error
+    log.info("warmed up", seconds=round(time.monotonic() - began_s, 3))
+
+
+def _log_ready(engine: AsyncEngine) -> None:
+    info, layout = engine.info, engine.layout
+    log.info(
+        "ready",
+        model=info.name,
+        family=info.family,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        kv_blocks=layout.num_usable_blocks,
+        block_size=layout.block_size,
+        kv_tokens=layout.num_tokens,
+        batching=engine.batching.value,
+        max_num_seqs=engine.max_num_seqs,
+        end_token_ids=sorted(info.eos_token_ids),
+    )
+
+
+def _write_ready_file(path: Path, port: int, control_port: int) -> None:
+    """Readers see the whole file or none."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(
+        json.dumps({"port": port, "control_port": control_port, "pid": os.getpid()}) + "\n", encoding="utf-8"
+    )
+    unfinished.replace(path)
+
+
+async def _in_thread(work: Callable[[], LoadedModel]) -> LoadedModel:
+    """Run `work` in a thread that nobody waits for at the end: a load can't be broken off."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[LoadedModel] = loop.create_future()
+
+    def settle(result: LoadedModel | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if result is not None:
+            future.set_result(result)
+        else:
+            future.set_exception(error or RuntimeError("nothing was loaded"))
+
+    def run() -> None:
+        result: LoadedModel | None = None
+        fault: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            fault = error
+        # The loop may be gone by now: then nobody wants the model.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, fault)
+
+    threading.Thread(target=run, name="headrace-load", daemon=True).start()
+    return await future
