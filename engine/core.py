@@ -12,7 +12,6 @@ from heapq import heappop, heappush
 from itertools import count
 
 from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
-from headrace.engine.detokenizer import IncrementalDetokenizer
 from headrace.engine.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -38,6 +37,7 @@ from headrace.engine.outputs import (
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId
+from headrace.engine.text import OutputText
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.validation import check_request, max_tokens_for
 
@@ -51,7 +51,7 @@ class _Live:
     """A sequence and what turns its ids into text."""
 
     sequence: Sequence
-    detokenizer: IncrementalDetokenizer | None
+    text: OutputText
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,7 @@ class EngineCore:
             arrival_s=now_s,
             token_ids=list(request.prompt_token_ids),
         )
-        output = request.output
-        detokenizer = (
-            IncrementalDetokenizer(self._tokenizer, skip_special_tokens=output.skip_special_tokens)
-            if output.wants_text
-            else None
-        )
-        live = _Live(sequence, detokenizer)
+        live = _Live(sequence, OutputText(self._tokenizer, request.output, request.stop))
         self._live[request.request_id] = self._by_sequence[sequence.sequence_id] = live
         if sequence.expires_s is not None:
             heappush(self._expiries, (sequence.expires_s, sequence.sequence_id))
@@ -259,9 +253,12 @@ class EngineCore:
                 sequence.first_token_s = now_s
             sequence.last_token_s = now_s
             if token_id in sequence.end_token_ids:
-                return self._finish(live, FinishReason.STOP, told, text, matched_token_id=token_id)
-            if live.detokenizer is not None:
-                text += live.detokenizer.push((token_id,))
+                text += live.text.end_with(token_id)
+                return self._finish(live, FinishReason.STOP, told, text, matched_stop=token_id)
+            delta, matched_stop = live.text.push(token_id)
+            text += delta
+            if matched_stop is not None:
+                return self._finish(live, FinishReason.STOP, told, text, matched_stop=matched_stop)
             if len(sequence.token_ids) >= sequence.max_len:
                 return self._finish(live, FinishReason.LENGTH, told, text)
         if not told:
@@ -274,18 +271,17 @@ class EngineCore:
         reason: FinishReason,
         token_ids: Iterable[int] = (),
         text: str = "",
-        matched_token_id: int | None = None,
+        matched_stop: int | str | None = None,
     ) -> list[RequestEvent]:
         """The one normal way out, for every reason: last output, then the end."""
         sequence = live.sequence
         request_id = sequence.request.request_id
-        if live.detokenizer is not None:
-            text += live.detokenizer.flush()
+        text += live.text.flush()
         last = TokenEvent(sequence.index, tuple(token_ids), text)
         end = FinishEvent(
             index=sequence.index,
             reason=reason,
-            matched_token_id=matched_token_id,
+            matched_stop=matched_stop,
             usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens),
             timings=_timings(sequence),
             num_preemptions=sequence.num_preemptions,

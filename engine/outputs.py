@@ -12,7 +12,7 @@ class FinishReason(StrEnum):
     """Why a sequence ended normally."""
 
     STOP = "stop"
-    """An end id of the model or a stop id of the request."""
+    """An end id of the model, or a stop id or stop string of the request."""
     LENGTH = "length"
     """max_tokens, or the end of the context."""
     TIME_LIMIT = "time_limit"
@@ -65,11 +65,15 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """A sequence ended normally; nothing more follows for its index."""
+    """A sequence ended normally; nothing more follows for its index.
+
+    Args:
+        matched_stop: the end id, stop id or stop string that ended it; None for every other reason.
+    """
 
     index: int
     reason: FinishReason
-    matched_token_id: int | None
+    matched_stop: int | str | None
     usage: Usage
     timings: Timings
     num_preemptions: int

@@ -39,11 +39,15 @@ class StopConditions:
         max_tokens: most tokens to make; None means as many as context and KV pool allow.
         token_ids: ids that end it, beside the model's own end ids.
         ignore_eos: whether the model's own end ids do not end it.
+        strings: texts that end it, found across the borders of tokens; none of them empty.
+        is_stop_included: whether the stop that ended it stays in the text.
     """
 
     max_tokens: int | None = None
     token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    strings: tuple[str, ...] = ()
+    is_stop_included: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def _stop_violations(request: Request, info: ModelInfo) -> Iterator[FieldViolati
     asked = request.stop.max_tokens
     if asked is not None and asked < 1:
         yield FieldViolation("stop.max_tokens", f"must be at least 1, got {asked}")
+    if not all(request.stop.strings):
+        yield FieldViolation("stop.strings", "must not hold an empty text: it would end every output at once")
     foreign = _first_foreign(request.stop.token_ids, info.vocab_size)
     if foreign is not None:
         yield FieldViolation(

@@ -224,8 +224,10 @@ def finished_to_proto(event: FinishEvent) -> generation_pb2.Finished:
         ),
         preemptions=event.num_preemptions,
     )
-    if event.matched_token_id is not None:
-        finished.matched_stop.token_id = event.matched_token_id
+    if isinstance(event.matched_stop, str):
+        finished.matched_stop.text = event.matched_stop
+    elif event.matched_stop is not None:
+        finished.matched_stop.token_id = event.matched_stop
     return finished
 
 

@@ -54,7 +54,7 @@ from headrace.v1.generation_pb2 import GenerationEvent, SessionRequest, StartGen
 _CANCELLED_UNSEEN = FinishEvent(
     index=0,
     reason=FinishReason.CANCELLED,
-    matched_token_id=None,
+    matched_stop=None,
     usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
     timings=Timings(None, None, None, None),
     num_preemptions=0,

@@ -101,7 +101,7 @@ async def test_a_stop_id_ends_the_text_before_it_and_is_named():
         token_ids, text, last = await collect(engine.submit(request))
         assert token_ids == expected[: expected.index(stop) + 1]
         assert text == bytes(token_ids[:-1]).decode()
-        assert (last.reason, last.matched_token_id) == (FinishReason.STOP, stop)
+        assert (last.reason, last.matched_stop) == (FinishReason.STOP, stop)
 
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, FinishReason.STOP), (True, FinishReason.LENGTH)])
@@ -136,6 +136,7 @@ async def test_without_a_cap_a_request_goes_on_to_the_end_of_the_context_or_the_
         ({"prompt_len": 104, "max_tokens": None}, "prompt", "whole KV pool"),
         ({"max_tokens": 0}, "stop.max_tokens", "at least 1"),
         ({"stop_token_ids": frozenset({999})}, "stop.token_ids", "got 999"),
+        ({"stop_strings": ("fine", "")}, "stop.strings", "empty text"),
         ({"time_limit_s": 0.0}, "time_limit", "positive"),
         ({"time_limit_s": float("nan")}, "time_limit", "positive"),
     ],

@@ -139,7 +139,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         assert event.usage.num_completion_tokens == len(output)
         if event.reason is FinishReason.STOP:
-            assert event.matched_token_id == output[-1]
+            assert event.matched_stop == output[-1]
             assert output[-1] in request.stop.token_ids
         if event.reason is FinishReason.LENGTH:
             room = min(self.model.layout.num_tokens, 40) - len(request.prompt_token_ids)

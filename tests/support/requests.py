@@ -30,6 +30,8 @@ def make_request(
     sampling: SamplingParams = GREEDY,
     stop_token_ids: frozenset[int] = frozenset(),
     ignore_eos: bool = False,
+    stop_strings: tuple[str, ...] = (),
+    is_stop_included: bool = False,
     time_limit_s: float | None = None,
     deadline_s: float | None = None,
     output: OutputParams | None = None,
@@ -42,7 +44,7 @@ def make_request(
         if prompt is not None
         else tuple((number * 7 + i) % 97 for i in range(prompt_len)),
         sampling=sampling,
-        stop=StopConditions(max_tokens, stop_token_ids, ignore_eos),
+        stop=StopConditions(max_tokens, stop_token_ids, ignore_eos, stop_strings, is_stop_included),
         output=output or OutputParams(),
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,

@@ -1,0 +1,60 @@
+"""The text of one sequence: ids become characters, characters run into stop strings."""
+
+from __future__ import annotations
+
+from headrace.engine.detokenizer import IncrementalDetokenizer
+from headrace.engine.sequence import OutputParams, StopConditions
+from headrace.engine.stop_strings import StopStrings
+from headrace.engine.tokenizer import Tokenizer
+
+
+class OutputText:
+    """Takes a sequence's ids one by one and tells the text that is certain.
+
+    Args:
+        tokenizer: the model's.
+        output: whether text is wanted, and how special tokens are shown.
+        stop: which stop strings end it, and whether a stop is left in.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, output: OutputParams, stop: StopConditions) -> None:
+        self._is_told = output.wants_text
+        self._is_stop_included = stop.is_stop_included
+        self._stops = StopStrings(stop.strings, is_included=stop.is_stop_included) if stop.strings else None
+        # Stop strings are searched in the text even when nobody wants to see it.
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, skip_special_tokens=output.skip_special_tokens)
+            if output.wants_text or stop.strings
+            else None
+        )
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """Add an id.
+
+        Returns:
+            The text that is certain now, and the stop string that has ended it, if one has.
+        """
+        if self._detokenizer is None:
+            return "", None
+        return self._search(self._detokenizer.push((token_id,)))
+
+    def end_with(self, token_id: int) -> str:
+        """Add the id that ends the sequence; get its text if a stop is to be left in."""
+        return self.push(token_id)[0] if self._is_stop_included else ""
+
+    def flush(self) -> str:
+        """Get what is held back: no more ids follow. Nothing comes once a stop string has been found."""
+        if self._detokenizer is None:
+            return ""
+        text, matched_stop = self._search(self._detokenizer.flush())
+        if matched_stop is None and self._stops is not None:
+            text += self._stops.flush() if self._is_told else ""
+        return text
+
+    def _search(self, text: str) -> tuple[str, str | None]:
+        matched_stop = None
+        if self._stops is not None:
+            text, matched_stop = self._stops.push(text)
+        if matched_stop is not None:
+            self._detokenizer = None
+        return text if self._is_told else "", matched_stop
