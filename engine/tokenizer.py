@@ -70,6 +70,18 @@ class Tokenizer(Protocol):
         """The vocabulary's own spelling of each token."""
         ...
 
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
+        """The bytes that a token stands for, whatever stands beside it.
+
+        Where they are known, the joined bytes of a run of tokens, decoded as UTF-8 with ``errors="replace"``,
+        are `decode` of the run.
+
+        Returns:
+            No bytes for an id without a spelling and for a skipped special token; None for every id of a
+            vocabulary that isn't byte-level.
+        """
+        ...
+
     def render_chat(self, chat: Chat) -> str:
         """The prompt text of a conversation, by the model's own template in a sandbox.
 

@@ -145,10 +145,9 @@ class RmsNorm:
             return normed
         # One pass for the norm, then products in place: much faster on a CPU than torch's own composite.
         wide = hidden.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale.square_().mul_(self._mean_factor).add_(self._eps).rsqrt_()
-        normed = (wide * scale).mul_(self._weight).to(hidden.dtype)
-        return normed
+        return (wide * scale).mul_(self._weight).to(hidden.dtype)
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
