@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 
 from headrace.engine.tokenizer import Tokenizer
@@ -23,15 +24,37 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # A window over the ids: `_window[:_num_told]` gives `_told`, which is out already and stands there
-        # only because the text of an id may depend on the one before it.
+        # A byte-level vocabulary spells bytes, whatever stands beside a token: they are decoded as they come.
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # In any other the text of an id may depend on the one before it, so a window over the ids is decoded
+        # again and again: `_window[:_num_told]` gives `_told`, which is out already.
         self._window: list[int] = []
         self._num_told = 0
         self._told = ""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add ids, get the text that is certain now."""
-        self._window.extend(token_ids)
+        text = ""
+        for token_id in token_ids:
+            spelled = self._tokenizer.token_bytes(token_id, skip_special_tokens=self._skip_special_tokens)
+            if spelled is None:
+                self._window.append(token_id)
+            else:
+                text += self._utf8.decode(spelled)
+        return text + self._decode_window()
+
+    def flush(self) -> str:
+        """Get what is held back: no more ids follow."""
+        text = self._decode(self._window)
+        delta = text[len(self._told) :]
+        self._told, self._num_told = text, len(self._window)
+        held = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return held + delta
+
+    def _decode_window(self) -> str:
+        if len(self._window) == self._num_told:
+            return ""
         text = self._decode(self._window)
         if len(text) <= len(self._told) or text.endswith(_REPLACEMENT):
             return ""
@@ -39,13 +62,6 @@ class IncrementalDetokenizer:
         self._window = self._window[self._num_told :]
         self._num_told = len(self._window)
         self._told = self._decode(self._window)
-        return delta
-
-    def flush(self) -> str:
-        """Get what is held back: no more ids follow."""
-        text = self._decode(self._window)
-        delta = text[len(self._told) :]
-        self._told, self._num_told = text, len(self._window)
         return delta
 
     def _decode(self, token_ids: list[int]) -> str:

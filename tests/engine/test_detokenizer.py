@@ -18,19 +18,23 @@ HARD_TEXTS = [
 ]
 
 
+KINDS = pytest.mark.parametrize("is_byte_level", [True, False], ids=["byte-level", "other"])
+
+
+@KINDS
 @pytest.mark.parametrize("text", HARD_TEXTS)
 @pytest.mark.parametrize("stride", [1, 2, 3, 7])
-def test_joined_deltas_are_the_text(text, stride):
+def test_joined_deltas_are_the_text(text, stride, is_byte_level):
     token_ids = list(text.encode())
-    detokenizer = IncrementalDetokenizer(FakeTokenizer())
+    detokenizer = IncrementalDetokenizer(FakeTokenizer(is_byte_level=is_byte_level))
     deltas = [detokenizer.push(token_ids[i : i + stride]) for i in range(0, len(token_ids), stride)]
     deltas.append(detokenizer.flush())
     assert "".join(deltas) == text
 
 
-@given(st.lists(st.integers(0, EOS)), st.booleans(), st.data())
-def test_joined_deltas_equal_the_whole_decode_whatever_the_bytes_and_the_cuts(token_ids, skip, data):
-    tokenizer = FakeTokenizer()
+@given(st.lists(st.integers(0, EOS)), st.booleans(), st.booleans(), st.data())
+def test_joined_deltas_equal_the_whole_decode_whatever_the_bytes_and_the_cuts(token_ids, skip, kind, data):
+    tokenizer = FakeTokenizer(is_byte_level=kind)
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     deltas, rest = [], token_ids
     while rest:
@@ -41,21 +45,24 @@ def test_joined_deltas_equal_the_whole_decode_whatever_the_bytes_and_the_cuts(to
     assert "".join(deltas) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-def test_a_character_is_held_back_until_it_is_whole():
-    detokenizer = IncrementalDetokenizer(FakeTokenizer())
+@KINDS
+def test_a_character_is_held_back_until_it_is_whole(is_byte_level):
+    detokenizer = IncrementalDetokenizer(FakeTokenizer(is_byte_level=is_byte_level))
     assert [detokenizer.push([byte]) for byte in "a🦀b".encode()] == ["a", "", "", "", "🦀", "b"]
     assert detokenizer.flush() == ""
 
 
-def test_a_character_cut_off_by_the_end_is_told_once():
-    detokenizer = IncrementalDetokenizer(FakeTokenizer())
+@KINDS
+def test_a_character_cut_off_by_the_end_is_told_once(is_byte_level):
+    detokenizer = IncrementalDetokenizer(FakeTokenizer(is_byte_level=is_byte_level))
     assert [detokenizer.push([byte]) for byte in "a🦀".encode()[:-1]] == ["a", "", "", ""]
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
     assert detokenizer.flush() == ""
 
 
+@KINDS
 @pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "<s>ab</s>")])
-def test_special_tokens_are_left_out_or_not(skip, text):
-    detokenizer = IncrementalDetokenizer(FakeTokenizer(), skip_special_tokens=skip)
+def test_special_tokens_are_left_out_or_not(skip, text, is_byte_level):
+    detokenizer = IncrementalDetokenizer(FakeTokenizer(is_byte_level=is_byte_level), skip_special_tokens=skip)
     deltas = [detokenizer.push([token_id]) for token_id in (BOS, *b"ab", EOS)]
     assert "".join([*deltas, detokenizer.flush()]) == text

@@ -95,8 +95,9 @@ class FakeRunner:
 class FakeTokenizer:
     """Bytes are ids; 256 begins and 257 ends a sequence. Its chat template writes ``role: content`` lines."""
 
-    def __init__(self, *, has_chat_template: bool = True) -> None:
+    def __init__(self, *, has_chat_template: bool = True, is_byte_level: bool = True) -> None:
         self._has_chat_template = has_chat_template
+        self._is_byte_level = is_byte_level
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,9 +107,11 @@ class FakeTokenizer:
         return [BOS] * add_special_tokens * bool(text) + list(text.encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        special = {} if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>"}
-        pieces = (bytes([i]) if i < NUM_BYTES else special.get(i, b"") for i in token_ids)
+        pieces = (_spell(i, skip_special_tokens=skip_special_tokens) for i in token_ids)
         return b"".join(pieces).decode(errors="replace")
+
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
+        return _spell(token_id, skip_special_tokens=skip_special_tokens) if self._is_byte_level else None
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         return [{BOS: "<s>", EOS: "</s>"}.get(i) or f"<0x{i:02X}>" for i in token_ids]
@@ -123,6 +126,12 @@ class FakeTokenizer:
 
     def encode_chat(self, rendered: str) -> list[int]:
         return list(rendered.encode())
+
+
+def _spell(token_id: int, *, skip_special_tokens: bool) -> bytes:
+    if token_id < NUM_BYTES:
+        return bytes([token_id])
+    return b"" if skip_special_tokens else {BOS: b"<s>", EOS: b"</s>"}[token_id]
 
 
 def make_fake_model(
