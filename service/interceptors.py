@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 _OURS = "/headrace.v1."
 
-# grpc.aio is generic in the messages of each method; this file serves all methods alike.
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+# Generic in the messages of each method, for the type checker only; this file serves all methods alike.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class Guard(grpc.aio.ServerInterceptor):

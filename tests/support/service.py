@@ -1,0 +1,264 @@
+"""The whole service in this process, over a fake model and a real loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from headrace.engine import AsyncEngine, EngineConfig, LoadedModel
+from headrace.engine.scheduling.plan import StepPlan
+from headrace.service.control import Drainer
+from headrace.service.health import Health
+from headrace.service.limits import Limits
+from headrace.service.server import Endpoint, bind, make_control_server, make_public_server
+from headrace.service.serving import ServedModel, Serving
+from headrace.service.text import TextWorkers
+from headrace.v1.control_pb2_grpc import ControlServiceStub
+from headrace.v1.generation_pb2 import (
+    CancelGeneration,
+    GenerateOnceRequest,
+    GenerateRequest,
+    GenerateResponse,
+    GenerationEvent,
+    SamplingOptions,
+    SessionRequest,
+    SessionResponse,
+    StartGeneration,
+    StopOptions,
+    TokenIds,
+)
+from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from headrace.v1.model_pb2_grpc import ModelServiceStub
+
+from tests.support.fake_runner import make_fake_model
+from tests.support.requests import make_config
+
+M = TypeVar("M", bound=Message)
+GenerateCall: TypeAlias = "grpc.aio.UnaryStreamCall[GenerateRequest, GenerateResponse]"
+SessionCall: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]"
+
+LOOPBACK = Endpoint("127.0.0.1", 0)
+PROMPT = (104, 101, 97, 100)
+LONG_HOLD_S = 30.0
+
+
+@dataclass
+class Gate:
+    """A step hook that holds every step while it is shut."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+    num_steps: int = 0
+
+    def __call__(self, plan: StepPlan) -> None:
+        self.num_steps += 1
+        if not self.opened.wait(LONG_HOLD_S):
+            raise TimeoutError("the test never opened its gate")
+
+    def open(self) -> None:
+        """Let steps run from now on."""
+        self.opened.set()
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """What a test holds of a service."""
+
+    engine: AsyncEngine
+    serving: Serving
+    health: Health
+    address: str
+    generation: GenerationServiceStub
+    model: ModelServiceStub
+    control: ControlServiceStub
+    health_stub: health_pb2_grpc.HealthStub
+
+    async def check(self, service: str = "") -> int:
+        """The health of one name."""
+        response = await self.health_stub.Check(  # type: ignore[attr-defined]
+            health_pb2.HealthCheckRequest(service=service)
+        )
+        return int(response.status)
+
+
+@asynccontextmanager
+async def running_service(
+    model: LoadedModel | None = None,
+    config: EngineConfig | None = None,
+    limits: Limits | None = None,
+    *,
+    opens: bool = True,
+    lame_duck_s: float = 0.0,
+) -> AsyncIterator[RunningService]:
+    """A service on a free port, its channels open; everything is closed at the end.
+
+    Args:
+        opens: whether it serves, or stands as during a load.
+    """
+    limits = limits or Limits()
+    health, serving = await Health.start(), Serving()
+    drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
+    public = make_public_server(serving, health, limits, has_reflection=True)
+    control = make_control_server(serving, health, drainer, limits, has_reflection=True)
+    address = f"127.0.0.1:{bind(public, LOOPBACK, '--port')}"
+    control_address = f"127.0.0.1:{bind(control, LOOPBACK, '--control-port')}"
+    await public.start()
+    await control.start()
+    texts = TextWorkers(2, limits)
+    async with AsyncEngine(model or make_fake_model(), config or make_config()) as engine:
+        if opens:
+            serving.open(ServedModel("fake", engine, texts, limits))
+            await health.ready()
+        async with (
+            grpc.aio.insecure_channel(address) as channel,
+            grpc.aio.insecure_channel(control_address) as control_channel,
+        ):
+            yield RunningService(
+                engine=engine,
+                serving=serving,
+                health=health,
+                address=address,
+                generation=GenerationServiceStub(channel),
+                model=ModelServiceStub(channel),
+                control=ControlServiceStub(control_channel),
+                health_stub=health_pb2_grpc.HealthStub(channel),
+            )
+    await public.stop(None)
+    await control.stop(None)
+    texts.close()
+
+
+def make_start(
+    request_id: str = "",
+    *,
+    prompt: Sequence[int] = PROMPT,
+    max_tokens: int | None = 8,
+    temperature: float = 0.0,
+    **fields: object,
+) -> StartGeneration:
+    """A request over token ids, greedy unless told otherwise.
+
+    Args:
+        fields: further fields of StartGeneration.
+    """
+    start = StartGeneration(
+        request_id=request_id,
+        token_ids=TokenIds(ids=prompt),
+        sampling=SamplingOptions(temperature=temperature),
+        stop=StopOptions(max_tokens=max_tokens),
+    )
+    start.MergeFrom(StartGeneration(**fields))  # type: ignore[arg-type]
+    return start
+
+
+class RawSession:
+    """A Session as a client in any language speaks it."""
+
+    def __init__(self, service: RunningService, timeout_s: float | None = None) -> None:
+        self.call: SessionCall = service.generation.Session(timeout=timeout_s)
+        self.events: dict[str, list[GenerationEvent]] = {}
+
+    async def start(self, *starts: StartGeneration) -> None:
+        """Send requests."""
+        for start in starts:
+            await self.call.write(SessionRequest(start=start))
+
+    async def cancel(self, request_id: str) -> None:
+        """Send a cancel."""
+        await self.call.write(SessionRequest(cancel=CancelGeneration(request_id=request_id)))
+
+    async def next(self) -> GenerationEvent:
+        """The next event; it is also kept."""
+        response = await self.call.read()
+        assert isinstance(response, SessionResponse), "the stream has ended"
+        self.events.setdefault(response.event.request_id, []).append(response.event)
+        return response.event
+
+    async def until_end_of(self, *labels: str) -> None:
+        """Read until each of the requests has ended."""
+        while not all(is_ended(self.events.get(label, [])) for label in labels):
+            await self.next()
+
+    async def half_close(self) -> grpc.StatusCode:
+        """Say "no more requests" and read to the end; the stream's status."""
+        await self.call.done_writing()
+        while isinstance(response := await self.call.read(), SessionResponse):
+            self.events.setdefault(response.event.request_id, []).append(response.event)
+        return await self.call.code()
+
+
+def is_ended(events: Sequence[GenerationEvent]) -> bool:
+    """Whether the last event is an end."""
+    return bool(events) and events[-1].WhichOneof("event") in ("finished", "error")
+
+
+async def generate(service: RunningService, start: StartGeneration) -> list[GenerationEvent]:
+    """All events of one request."""
+    call = service.generation.Generate(GenerateRequest(start=start))
+    return [response.event async for response in call]
+
+
+async def generate_ids(service: RunningService, start: StartGeneration) -> list[int]:
+    """The ids of one request, answered whole."""
+    response = await service.generation.GenerateOnce(GenerateOnceRequest(start=start))
+    return list(response.completions[0].token_ids)
+
+
+async def rest_of(call: GenerateCall, most: int | None = None) -> AsyncIterator[GenerateResponse]:
+    """The messages that are still to come, or the next `most` of them."""
+    read = 0
+    while most is None or read < most:
+        response = await call.read()
+        if not isinstance(response, GenerateResponse):
+            return
+        read += 1
+        yield response
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Let the event loop run until `claim` holds; the test's own timeout is the limit."""
+    while not claim():  # noqa: ASYNC110 - nothing tells of a change in what tests look at
+        await asyncio.sleep(0)
+
+
+def ids_of(events: Sequence[GenerationEvent]) -> list[int]:
+    """The ids that the deltas carry."""
+    return [token_id for event in events for token_id in event.delta.token_ids]
+
+
+def status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    """The rich status of an RPC that failed."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    assert status is not None
+    return status
+
+
+def detail(status: status_pb2.Status, kind: type[M]) -> M:
+    """The one detail of `kind`."""
+    found = [
+        packed
+        for packed in status.details
+        if packed.Is(kind.DESCRIPTOR)  # type: ignore[arg-type]
+    ]
+    assert len(found) == 1, f"{len(found)} details of {kind.__name__} in {status}"
+    message = kind()
+    found[0].Unpack(message)
+    return message
+
+
+def violated_fields(status: status_pb2.Status) -> list[str]:
+    """The fields that a refusal names."""
+    return [v.field for v in detail(status, error_details_pb2.BadRequest).field_violations]
+
+
+def reason_of(status: status_pb2.Status) -> str:
+    """The word for programs."""
+    return detail(status, error_details_pb2.ErrorInfo).reason
