@@ -107,6 +107,8 @@ def start_from_proto(
             max_tokens=start.stop.max_tokens if start.stop.HasField("max_tokens") else None,
             token_ids=frozenset(start.stop.token_ids),
             ignore_eos=start.stop.ignore_eos,
+            strings=tuple(start.stop.strings),
+            is_stop_included=start.stop.include_stop,
         ),
         output=OutputParams(wants_text=wants_text, skip_special_tokens=skips_special),
         wants_token_ids=not start.output.HasField("token_ids") or start.output.token_ids,
@@ -326,6 +328,14 @@ def _stop_violations(
         )
     else:
         yield from token_id_violations("stop.token_ids", stop.token_ids, model)
+    if len(stop.strings) > limits.max_stop_strings:
+        yield FieldViolation(
+            "stop.strings", f"must hold at most {limits.max_stop_strings} texts, got {len(stop.strings)}"
+        )
+    elif not all(1 <= len(text.encode()) <= limits.max_stop_string_bytes for text in stop.strings):
+        yield FieldViolation(
+            "stop.strings", f"each must be 1 to {limits.max_stop_string_bytes} bytes of UTF-8"
+        )
 
 
 def _prompt_from_proto(start: generation_pb2.StartGeneration) -> Prompt:

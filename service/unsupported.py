@@ -36,8 +36,6 @@ _OFF: Final[dict[str, object]] = {
     "sampling.bad_words": _NOTHING,
     "sampling.best_of": 1,
     "stop.min_tokens": 0,
-    "stop.strings": _NOTHING,
-    "stop.include_stop": False,
     "constraint.json_schema": _NOTHING,
     "constraint.json_object": False,
     "constraint.regex": _NOTHING,

@@ -124,6 +124,18 @@ async def test_a_stop_id_ends_the_answer_and_is_named() -> None:
     assert ids_of(events)[-1] == ids[3]
 
 
+async def test_a_stop_string_ends_the_answer_and_is_left_out_unless_wanted() -> None:
+    text = bytes(expected_output(PROMPT, 8)).decode()
+    stop = text[3:5]
+    async with running_service() as service:
+        without = await generate(service, make_start(stop=StopOptions(strings=["never", stop])))
+        start = make_start(stop=StopOptions(strings=[stop], include_stop=True))
+        with_it = await generate(service, start)
+    assert without[-1].finished.matched_stop.text == stop
+    assert "".join(event.delta.text for event in without) == text[: text.index(stop)]
+    assert "".join(event.delta.text for event in with_it) == text[: text.index(stop) + 2]
+
+
 async def test_an_end_id_is_ignored_on_request() -> None:
     model = make_fake_model(choose=lambda token_ids, seed: EOS)
     async with running_service(model) as service:

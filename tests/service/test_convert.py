@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import Struct
+from headrace.engine import (
+    BlockCounts,
+    FinishEvent,
+    FinishReason,
+    InvalidRequest,
+    ModelInfo,
+    RowStats,
+    SamplingParams,
+    StepStats,
+    StopConditions,
+    Timings,
+    TokenEvent,
+    Usage,
+)
+from headrace.service.convert import (
+    Start,
+    chat_from_proto,
+    delta_to_proto,
+    finished_to_proto,
+    seconds,
+    start_from_proto,
+    step_to_proto,
+)
+from headrace.service.limits import Limits
+from headrace.service.status import duration
+from headrace.v1.generation_pb2 import (
+    FINISH_REASON_STOP,
+    CacheOptions,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Constraint,
+    OutputOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    StartGeneration,
+    StopOptions,
+    TokenIds,
+    Tool,
+    ToolCall,
+)
+
+from tests.support.fake_runner import VOCAB_SIZE, make_fake_model
+from tests.support.service import generate, make_start, running_service, status_of, violated_fields
+
+INFO = make_fake_model().info
+NAN, INFINITY = math.nan, math.inf
+
+
+def parsed(start: StartGeneration, model: ModelInfo = INFO, limits: Limits | None = None) -> Start:
+    """`start` as a request of a Session."""
+    return start_from_proto(start, model, limits or Limits(), seed=7, needs_label=True)
+
+
+def sampling(**values: object) -> StartGeneration:
+    return make_start("a", sampling=SamplingOptions(**values))  # type: ignore[arg-type]
+
+
+def stop(**values: object) -> StartGeneration:
+    return make_start("a", stop=StopOptions(**values))  # type: ignore[arg-type]
+
+
+def chat(*messages: ChatMessage, **values: object) -> StartGeneration:
+    return StartGeneration(request_id="a", chat=ChatPrompt(messages=messages, **values))  # type: ignore[arg-type]
+
+
+def struct(**values: object) -> Struct:
+    built = Struct()
+    built.update(values)  # type: ignore[arg-type]
+    return built
+
+
+USER = ChatMessage(role="user", content="hi")
+
+# One line per way in which a field can be wrong: the request, and the field that the refusal names.
+BAD_FIELDS: list[tuple[StartGeneration, str]] = [
+    (sampling(temperature=-0.1), "sampling.temperature"),
+    (sampling(temperature=100.5), "sampling.temperature"),
+    (sampling(temperature=NAN), "sampling.temperature"),
+    (sampling(temperature=INFINITY), "sampling.temperature"),
+    (sampling(temperature=-INFINITY), "sampling.temperature"),
+    (sampling(top_p=0.0), "sampling.top_p"),
+    (sampling(top_p=1.5), "sampling.top_p"),
+    (sampling(top_p=NAN), "sampling.top_p"),
+    (sampling(top_p=INFINITY), "sampling.top_p"),
+    (sampling(min_p=-0.5), "sampling.min_p"),
+    (sampling(min_p=1.5), "sampling.min_p"),
+    (sampling(min_p=NAN), "sampling.min_p"),
+    (sampling(typical_p=0.9), "sampling.typical_p"),
+    (sampling(typical_p=NAN), "sampling.typical_p"),
+    (sampling(frequency_penalty=0.5), "sampling.frequency_penalty"),
+    (sampling(frequency_penalty=NAN), "sampling.frequency_penalty"),
+    (sampling(presence_penalty=-0.5), "sampling.presence_penalty"),
+    (sampling(presence_penalty=INFINITY), "sampling.presence_penalty"),
+    (sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
+    (sampling(repetition_penalty=NAN), "sampling.repetition_penalty"),
+    (sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
+    (sampling(allowed_token_ids=TokenIds(ids=[5])), "sampling.allowed_token_ids"),
+    (sampling(allowed_token_ids=TokenIds()), "sampling.allowed_token_ids"),
+    (sampling(banned_token_ids=TokenIds(ids=[5])), "sampling.banned_token_ids"),
+    (sampling(bad_words=["x"]), "sampling.bad_words"),
+    (sampling(best_of=2), "sampling.best_of"),
+    (sampling(best_of=0), "sampling.best_of"),
+    (stop(max_tokens=0), "stop.max_tokens"),
+    (stop(min_tokens=1), "stop.min_tokens"),
+    (stop(strings=["x"] * 33), "stop.strings"),
+    (stop(strings=["good", "x" * 1025]), "stop.strings"),
+    (stop(strings=["good", "é" * 513]), "stop.strings"),
+    (stop(strings=[""]), "stop.strings"),
+    (stop(token_ids=[VOCAB_SIZE]), "stop.token_ids"),
+    (stop(token_ids=[2**32 - 1]), "stop.token_ids"),
+    (stop(token_ids=range(257)), "stop.token_ids"),
+    (make_start("a", time_limit=Duration()), "time_limit"),
+    (make_start("a", time_limit=Duration(seconds=-1)), "time_limit"),
+    (make_start("a", time_limit=Duration(seconds=10**9)), "time_limit"),
+    (make_start("a", constraint=Constraint(json_schema="{}")), "constraint.json_schema"),
+    (make_start("a", constraint=Constraint(json_schema="")), "constraint.json_schema"),
+    (make_start("a", constraint=Constraint(json_object=True)), "constraint.json_object"),
+    (make_start("a", constraint=Constraint(regex="a*")), "constraint.regex"),
+    (make_start("a", constraint=Constraint(grammar="root ::= x")), "constraint.grammar"),
+    (make_start("a", constraint=Constraint(choice=Choice(options=["a"]))), "constraint.choice"),
+    (make_start("a", output=OutputOptions(logprobs=0)), "output.logprobs"),
+    (make_start("a", output=OutputOptions(prompt_logprobs=1)), "output.prompt_logprobs"),
+    (make_start("a", output=OutputOptions(echo=True)), "output.echo"),
+    (make_start("a", n=0), "n"),
+    (make_start("a", n=2), "n"),
+    (make_start("a", n=2**32 - 1), "n"),
+    (make_start("a", priority=1), "priority"),
+    (make_start("a", priority=-1), "priority"),
+    (make_start("a", cache=CacheOptions(salt="x")), "cache.salt"),
+    (make_start("a", cache=CacheOptions(bypass=True)), "cache.bypass"),
+    (make_start("a", speculation=SpeculationOptions(enabled=True)), "speculation.enabled"),
+    (
+        make_start("a", speculation=SpeculationOptions(num_speculative_tokens=3)),
+        "speculation.num_speculative_tokens",
+    ),
+    (make_start("a", initial_credit=0), "initial_credit"),
+    (make_start("x" * 129), "request_id"),
+    (make_start("a\n"), "request_id"),
+    (make_start("é"), "request_id"),
+    (StartGeneration(request_id="a"), "prompt"),
+    (make_start("a", prompt=()), "token_ids"),
+    (make_start("a", prompt=(VOCAB_SIZE,)), "token_ids"),
+    (make_start("a", prompt=(0,) * 129), "token_ids"),
+    (StartGeneration(request_id="a", text="x" * (2 * 2**20 + 1)), "text"),
+    (StartGeneration(request_id="a", text="é" * (2**20 + 1)), "text"),
+    (chat(), "chat.messages"),
+    (chat(*[USER] * 1025), "chat.messages"),
+    (chat(ChatMessage(content="hi")), "chat.messages[0].role"),
+    (chat(ChatMessage(role="user", content="x" * (2 * 2**20))), "chat"),
+    (chat(USER, tools=[Tool(name="t")] * 129), "chat.tools"),
+    (chat(USER, template_variables=struct(x=[1, NAN])), "chat.template_variables.x[1]"),
+    (chat(USER, tools=[Tool(name="t", parameters=struct(x=INFINITY))]), "chat.tools[0].parameters.x"),
+    (
+        chat(ChatMessage(role="assistant", tool_calls=[ToolCall(arguments=struct(x=NAN))])),
+        "chat.messages[0].tool_calls[0].arguments.x",
+    ),
+    (StartGeneration.FromString(make_start("a").SerializeToString() + b"\x9a\x06\x01x"), "#99"),
+    (
+        StartGeneration(
+            request_id="a",
+            token_ids=TokenIds(ids=[1]),
+            stop=StopOptions.FromString(b"\x98\x06\x01"),
+        ),
+        "stop.#99",
+    ),
+    (chat(ChatMessage.FromString(USER.SerializeToString() + b"\x98\x06\x01")), "chat.messages[0].#99"),
+]
+
+
+@pytest.mark.parametrize(
+    ("start", "field"), BAD_FIELDS, ids=[f"{field}-{i}" for i, (_, field) in enumerate(BAD_FIELDS)]
+)
+def test_a_bad_field_is_refused_by_name(start: StartGeneration, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        parsed(start)
+    assert [violation.field for violation in refusal.value.violations] == [field]
+    assert refusal.value.violations[0].description
+
+
+async def test_each_bad_field_is_invalid_argument_to_its_sender_and_nobody_else() -> None:
+    async with running_service() as service:
+        for start, field in BAD_FIELDS:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await generate(service, start)
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT, field
+            assert violated_fields(status_of(refusal.value)) == [field]
+        assert (await generate(service, make_start("good")))[-1].HasField("finished")
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    start = make_start("\n", prompt=(VOCAB_SIZE,), n=3, time_limit=Duration())
+    start.sampling.CopyFrom(SamplingOptions(temperature=NAN, top_p=0.0, best_of=3))
+    start.stop.CopyFrom(StopOptions(max_tokens=0, token_ids=[VOCAB_SIZE], strings=[""]))
+    with pytest.raises(InvalidRequest) as refusal:
+        parsed(start)
+    assert {violation.field for violation in refusal.value.violations} == {
+        "request_id",
+        "token_ids",
+        "n",
+        "time_limit",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.best_of",
+        "stop.max_tokens",
+        "stop.token_ids",
+        "stop.strings",
+    }
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    start = make_start(
+        "a",
+        n=1,
+        priority=0,
+        constraint=Constraint(),
+        cache=CacheOptions(salt="", bypass=False),
+        speculation=SpeculationOptions(enabled=False, num_speculative_tokens=0),
+        output=OutputOptions(echo=False),
+    )
+    start.sampling.MergeFrom(
+        SamplingOptions(
+            typical_p=1.0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            banned_token_ids=TokenIds(),
+            best_of=1,
+        )
+    )
+    start.stop.MergeFrom(StopOptions(min_tokens=0, include_stop=False))
+    assert parsed(start).stop == StopConditions(max_tokens=8)
+
+
+def test_fields_that_are_not_set_take_the_defaults() -> None:
+    start = parsed(StartGeneration(request_id="a", text="x"))
+    assert start.sampling == SamplingParams(seed=7)
+    assert start.stop == StopConditions()
+    assert (start.output.wants_text, start.output.skip_special_tokens, start.wants_token_ids) == (
+        True,
+        True,
+        True,
+    )
+    assert start.time_limit_s is None
+
+
+def test_fields_that_are_set_arrive() -> None:
+    start = parsed(
+        StartGeneration(
+            request_id="a",
+            token_ids=TokenIds(ids=[3, 4]),
+            sampling=SamplingOptions(temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**64 - 1),
+            stop=StopOptions(
+                max_tokens=3, token_ids=[5, 5, 6], ignore_eos=True, strings=["x"], include_stop=True
+            ),
+            time_limit=Duration(seconds=1, nanos=500_000_000),
+            output=OutputOptions(text=False, token_ids=False, skip_special_tokens=False),
+        )
+    )
+    assert start.prompt == (3, 4)
+    assert start.sampling == SamplingParams(0.5, 4, 0.25, 0.125, 2**64 - 1)
+    assert start.stop == StopConditions(
+        3, frozenset({5, 6}), ignore_eos=True, strings=("x",), is_stop_included=True
+    )
+    assert start.time_limit_s == 1.5
+    assert (start.output.wants_text, start.output.skip_special_tokens, start.wants_token_ids) == (
+        False,
+        False,
+        False,
+    )
+
+
+def test_a_conversation_arrives_with_whole_numbers_whole() -> None:
+    prompt = ChatPrompt(
+        messages=[
+            ChatMessage(
+                role="assistant",
+                tool_calls=[ToolCall(id="1", name="add", arguments=struct(a=5, b=0.5, c=[None, True, "x"]))],
+            ),
+            ChatMessage(role="tool", content="5.5", tool_call_id="1", name="add"),
+        ],
+        tools=[Tool(name="add", description="adds", parameters=struct(type="object"))],
+        add_generation_prompt=False,
+        template_variables=struct(enable_thinking=False),
+    )
+    told = chat_from_proto(prompt)
+    assert told.messages[0].tool_calls[0].arguments == {"a": 5, "b": 0.5, "c": [None, True, "x"]}
+    assert isinstance(told.messages[0].tool_calls[0].arguments["a"], int)
+    assert (told.messages[1].tool_call_id, told.messages[1].name) == ("1", "add")
+    assert (told.tools[0].name, told.tools[0].parameters) == ("add", {"type": "object"})
+    assert told.add_generation_prompt is False
+    assert told.template_variables == {"enable_thinking": False}
+
+
+def test_a_refusal_never_quotes_what_was_sent() -> None:
+    secret = "tell-nobody"
+    starts: list[Callable[[], StartGeneration]] = [
+        lambda: make_start(f"{secret}\n"),
+        lambda: make_start("a", cache=CacheOptions(salt=secret)),
+        lambda: stop(strings=[secret * 1000]),
+        lambda: make_start("a", constraint=Constraint(regex=secret)),
+        lambda: sampling(bad_words=[secret]),
+        lambda: StartGeneration(request_id="a", text=secret * 10**6),
+    ]
+    for start in starts:
+        with pytest.raises(InvalidRequest) as refusal:
+            parsed(start())
+        assert secret not in str(refusal.value)
+
+
+def test_an_end_carries_usage_times_and_the_matched_id() -> None:
+    finished = finished_to_proto(
+        FinishEvent(
+            index=0,
+            reason=FinishReason.STOP,
+            matched_stop=0,
+            usage=Usage(num_prompt_tokens=3, num_completion_tokens=4, num_cached_tokens=2),
+            timings=Timings(0.25, 0.5, None, None),
+            num_preemptions=6,
+        )
+    )
+    assert finished.reason == FINISH_REASON_STOP
+    assert finished.matched_stop.WhichOneof("kind") == "token_id"
+    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens, finished.usage.cached_tokens) == (
+        3,
+        4,
+        2,
+    )
+    assert seconds(finished.timings.queued) == 0.25
+    assert not finished.timings.HasField("decode")
+    assert finished.preemptions == 6
+
+
+def test_a_matched_text_is_told_as_a_text() -> None:
+    event = FinishEvent(0, FinishReason.STOP, "END", Usage(1, 1), Timings(None, None, None, None), 0)
+    assert finished_to_proto(event).matched_stop.text == "END"
+
+
+def test_every_reason_has_its_word_on_the_wire() -> None:
+    for reason in FinishReason:
+        event = FinishEvent(0, reason, None, Usage(1, 1), Timings(None, None, None, None), 0)
+        assert finished_to_proto(event).reason != 0
+
+
+def test_a_delta_leaves_out_ids_that_were_not_asked_for() -> None:
+    event = TokenEvent(0, (1, 2), "ab")
+    assert list(delta_to_proto(event, wants_token_ids=True).token_ids) == [1, 2]
+    assert not delta_to_proto(event, wants_token_ids=False).token_ids
+
+
+def test_a_step_tells_its_rows() -> None:
+    stats = StepStats(
+        step=3,
+        num_waiting=2,
+        num_preemptions=1,
+        blocks=BlockCounts(total=10, free=7, cached=1, live=2),
+        num_kv_slots_allocated=8,
+        num_kv_slots_used=6,
+        schedule_s=0.001,
+        execute_s=0.5,
+        update_s=0.002,
+        rows=(RowStats("1:a", 0, 0, 4, 0, False), RowStats("2:b", 0, 3, 0, 1, True)),
+    )
+    message = step_to_proto(stats, num_missed=5)
+    assert (message.step, message.num_running, message.num_waiting, message.num_missed) == (3, 2, 2, 5)
+    assert (message.prefill_tokens, message.decode_tokens, message.preemptions) == (4, 1, 1)
+    assert [(row.request, row.slot, row.finished) for row in message.rows] == [
+        ("1:a", 0, False),
+        ("2:b", 3, True),
+    ]
+    assert message.blocks.total == 10
+    assert seconds(message.execute_time) == 0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.0, 1.9999999999, 123456.789])
+def test_durations_keep_nanoseconds(value: float) -> None:
+    assert seconds(duration(value)) == pytest.approx(value, abs=1e-9)
