@@ -1,0 +1,354 @@
+"""The `headrace` command. What a command needs is imported when it runs: `--help` must be quick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.clients.errors import HeadraceError
+    from headrace.clients.prompts import RequestOptions
+
+Result = TypeVar("Result")
+
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    name="headrace",
+    help="A large language model served over gRPC: start a server, or talk to one.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[
+    str, typer.Option("--target", "-t", metavar="HOST:PORT", help="Where the server listens; unix:/path too.")
+]
+ModelName = Annotated[
+    str | None, typer.Option("--model", "-m", help="Name of a served model; the server's default otherwise.")
+]
+System = Annotated[str | None, typer.Option("--system", "-s", help="System message of the conversation.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        help="0 is greedy; up to 100. Server's default otherwise.",
+        rich_help_panel="Sampling",
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.", rich_help_panel="Sampling"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        help="Keep the smallest set of likeliest tokens whose probability reaches this, above 0 to 1.",
+        rich_help_panel="Sampling",
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        help="Drop tokens less likely than this times the likeliest, 0 to 1.",
+        rich_help_panel="Sampling",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", help="Same seed, same tokens. Drawn by the server otherwise.", rich_help_panel="Sampling"
+    ),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", help="Most tokens to make.", rich_help_panel="Stopping")
+]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id",
+        help="Token id that ends the answer, beside the model's own; may be repeated.",
+        rich_help_panel="Stopping",
+    ),
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.", rich_help_panel="Stopping"),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="SECONDS",
+        help="Longest time, queueing included; then the answer ends as it is.",
+        rich_help_panel="Stopping",
+    ),
+]
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    """A large language model served over gRPC: start a server, or talk to one."""
+    if version:
+        typer.echo(f"headrace {metadata.version('headrace')}")
+        raise typer.Exit
+
+
+@app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
+def serve(context: typer.Context) -> None:
+    """Serve a model. `headrace serve --help` lists every option. Needs the server extra."""
+    _hand_over("serve", context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
+def pull(context: typer.Context) -> None:
+    """Fetch a model into the cache folder: `headrace pull NAME`. Needs the server extra."""
+    _hand_over("pull", context.args)
+
+
+@app.command(rich_help_panel="Talking to a server")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    *,
+    target: Target = DEFAULT_TARGET,
+    model: ModelName = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Send the prompt as a user's chat message, or as raw text to continue. "
+            "Chat is the default where the model has a chat template.",
+            show_default=False,
+        ),
+    ] = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop_token_id: StopTokenIds = None,
+    ignore_eos: IgnoreEos = False,
+    time_limit: TimeLimit = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", help="Fail when the answer is not complete by then."),
+    ] = None,
+    special_tokens: Annotated[
+        bool, typer.Option("--special-tokens", help="Leave special tokens in the text.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole answer as one JSON object when it is finished.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Tell token counts and times on standard error at the end.")
+    ] = False,
+) -> None:
+    """Send one prompt and print the answer as it is made."""
+    options = _options(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos or None,
+        time_limit_s=time_limit,
+        skip_special_tokens=False if special_tokens else None,
+    )
+    if chat is False and system is not None:
+        _fail("--system needs a chat: leave out --raw", USAGE)
+
+    from headrace.clients import oneshot  # noqa: PLC0415
+
+    question = oneshot.Question(
+        text=sys.stdin.read() if prompt == "-" else prompt,
+        is_chat=True if system is not None else chat,
+        system=system,
+        options=options,
+        timeout_s=timeout,
+    )
+    _run(oneshot.ask(target, question, as_json=as_json, with_stats=stats))
+
+
+@app.command(rich_help_panel="Talking to a server")
+def chat(
+    *,
+    target: Target = DEFAULT_TARGET,
+    model: ModelName = None,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop_token_id: StopTokenIds = None,
+    ignore_eos: IgnoreEos = False,
+    time_limit: TimeLimit = None,
+) -> None:
+    """Talk to a model, turn by turn. Ctrl-C cancels an answer, Ctrl-D quits, /help lists commands."""
+    options = _options(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos or None,
+        time_limit_s=time_limit,
+    )
+    from headrace.clients.chat import ChatProgram  # noqa: PLC0415
+    from headrace.clients.errors import HeadraceError  # noqa: PLC0415
+
+    try:
+        ChatProgram(target, options, system=system).run()
+    except HeadraceError as error:
+        _fail_with(error)
+
+
+@app.command(rich_help_panel="Talking to a server")
+def health(
+    target: Target = DEFAULT_TARGET,
+    service: Annotated[
+        str, typer.Option("--service", help="Full name of one gRPC service; the server as a whole otherwise.")
+    ] = "",
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait.")] = 5.0,
+) -> None:
+    """Print whether a server takes requests. Exit status: 0 if it does, 1 if not."""
+    from headrace.clients.client import InferenceClient  # noqa: PLC0415
+    from headrace.clients.events import ServingStatus  # noqa: PLC0415
+
+    async def check() -> ServingStatus:
+        async with InferenceClient(target) as client:
+            return await client.health(service, timeout_s=timeout)
+
+    status = _run(check())
+    typer.echo(status.value)
+    if status is not ServingStatus.SERVING:
+        raise typer.Exit(FAILED)
+
+
+@app.command(rich_help_panel="Serving")
+def demo(
+    *,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="What to serve, as for `headrace serve --model`.")
+    ] = "smollm2-135m-instruct",
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Most requests in one step.")] = 8,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Compute type, as for `headrace serve --dtype`.")
+    ] = "auto",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file as well.")
+    ] = None,
+) -> None:
+    """Serve a model, send it twenty requests at once, and compare. Needs the server extra.
+
+    The server batches anew at every step; then the same twenty run again in fixed batches.
+    """
+    _require_server("demo")
+    from headrace.clients.demo import DemoFailedError, run_demo  # noqa: PLC0415
+
+    try:
+        _run(run_demo(model=model, num_slots=slots, dtype=dtype, json_path=json_path))
+    except DemoFailedError as error:
+        _fail(str(error), FAILED)
+
+
+def main() -> None:
+    """Entry point of the `headrace` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of our output has gone (`headrace generate … | head`): end quietly, flush nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(FAILED) from None
+
+
+def _options(
+    *,
+    model: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    stop_token_ids: list[int] | None,
+    ignore_eos: bool | None,
+    time_limit_s: float | None,
+    skip_special_tokens: bool | None = None,
+) -> RequestOptions:
+    """What was given on the command line; the rest is the server's to decide."""
+    given = {name: value for name, value in locals().items() if value not in (None, [])}
+    return cast("RequestOptions", given)
+
+
+def _run(work: Coroutine[object, object, Result]) -> Result:
+    from headrace.clients.errors import HeadraceError  # noqa: PLC0415
+
+    try:
+        return asyncio.run(work)
+    except HeadraceError as error:
+        _fail_with(error)
+
+
+def _hand_over(command: str, arguments: list[str]) -> NoReturn:
+    from headrace.clients import launch  # noqa: PLC0415
+
+    _require_server(command)
+    launch.run_service(command, arguments)
+
+
+def _require_server(command: str) -> None:
+    from headrace.clients import launch  # noqa: PLC0415
+
+    try:
+        launch.require_server(command)
+    except launch.ServerNotInstalledError as error:
+        _fail(str(error), USAGE)
+
+
+def _fail_with(error: HeadraceError) -> NoReturn:
+    from headrace.clients import errors  # noqa: PLC0415
+
+    message = error.message
+    if isinstance(error, errors.Unavailable) and "connect" in message:
+        # gRPC tells of every address that it tried; the last one says it all.
+        message = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+        message += " (is a server running there? `headrace serve` starts one)"
+    _fail(message, USAGE if isinstance(error, errors.InvalidArgument) else FAILED)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"headrace: {' '.join(message.split())}", err=True)
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    main()
