@@ -11,12 +11,11 @@ from itertools import chain, islice
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from headrace.engine.attention.backend import AttentionMetadata
 from headrace.engine.errors import IntegrityError
 from headrace.engine.scheduling.plan import StepPlan
+from numpy.typing import NDArray
+from torch import Tensor
 
 _CPU = torch.device("cpu")
 
@@ -47,7 +46,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
         device: where the tensors go.
 
     Raises:
-        IntegrityError: the plan or one of its rows is empty, or a row's block table is too short for its tokens.
+        IntegrityError: the plan or a row of it is empty, or a row's block table is too short for its tokens.
     """
     rows = plan.rows
     num_rows, num_tokens = len(rows), plan.num_tokens
@@ -100,7 +99,7 @@ def _block_table(plan: StepPlan, num_blocks: NDArray[np.int64]) -> NDArray[np.in
     for row, wanted in zip(plan.rows, num_blocks.tolist(), strict=True):
         if len(row.block_ids) < wanted:
             raise IntegrityError(
-                f"sequence {row.sequence_id}: {len(row.block_ids)} blocks can't hold {row.end_position} tokens"
+                f"sequence {row.sequence_id}: {row.end_position} tokens in {len(row.block_ids)} blocks"
             )
     width = int(num_blocks.max())
     table = np.zeros((len(plan.rows), width), np.int32)

@@ -85,8 +85,8 @@ class AttentionStep(Protocol):
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend from this step's tokens to everything written so far in their sequences.
 
-        Causal, bottom-right aligned: the last query token of a row sees the row's whole KV length. Consecutive
-        groups of H_q / H_kv query heads share one KV head.
+        Causal, bottom-right aligned: the last query token of a row sees the row's whole KV length.
+        Consecutive groups of H_q / H_kv query heads share one KV head.
 
         Args:
             query: (T, H_q, D), cache dtype, last axis contiguous.

@@ -1,0 +1,178 @@
+"""The memory behind the block ids, and how much of it there is to be.
+
+Letters: L layers, N blocks (the null block included), S block size, H_kv key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from headrace.engine.config import CacheConfig, CacheLayout
+from headrace.engine.errors import ConfigError
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MEMORY_FRACTION = 0.4
+"""Of what is free once the weights are read: the rest is for activations and for everybody else."""
+_LEAST_USEFUL_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """K and V of one token, over all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVStorage:
+    """K and V of all blocks, zero-filled: what a kernel loads beside the valid slots must be finite.
+
+    Args:
+        layout: number and size of blocks.
+        shape: what one token takes.
+        device: where the memory is.
+
+    Raises:
+        ConfigError: the device has not so much memory.
+    """
+
+    def __init__(self, layout: CacheLayout, shape: KVShape, device: torch.device) -> None:
+        size = (shape.num_layers, layout.num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim)
+        self.layout = layout
+        self.shape = shape
+        try:
+            self.key = _zeros(size, shape.dtype, device)
+            self.value = _zeros(size, shape.dtype, device)
+        except (RuntimeError, MemoryError) as error:
+            wanted = _gib(layout.num_blocks * layout.block_size * shape.bytes_per_token)
+            raise ConfigError(
+                f"the KV pool of {layout.num_blocks} blocks takes {wanted}, which {device} does not give: "
+                "lower the KV memory or the number of blocks"
+            ) from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.key.device
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer.
+
+        Returns:
+            Two views, (N, S, H_kv, D).
+        """
+        return self.key[index], self.value[index]
+
+
+def resolve_layout(
+    cache: CacheConfig, shape: KVShape, *, max_num_seqs: int, max_model_len: int, available_bytes: int
+) -> CacheLayout:
+    """Decide how many blocks there are.
+
+    `cache.num_blocks` if it is given; else what `cache.memory_bytes` holds; else as many as `max_num_seqs`
+    sequences of `max_model_len` tokens need, within a part of what is free. A pool smaller than one
+    sequence of `max_model_len` is fine: a request that can't fit is refused by itself.
+
+    Args:
+        available_bytes: memory that may be taken now, the weights being in place.
+
+    Raises:
+        ConfigError: the wanted pool doesn't fit, or no useful pool does; it says how much there is.
+    """
+    block_bytes = cache.block_size * shape.bytes_per_token
+    if cache.num_blocks is not None:
+        num_usable = cache.num_blocks
+        wanted_by = f"num_blocks={num_usable}"
+    elif cache.memory_bytes is not None:
+        num_usable = cache.memory_bytes // block_bytes - 1
+        wanted_by = f"memory_bytes={cache.memory_bytes}"
+        if num_usable < 1:
+            raise ConfigError(
+                f"{wanted_by} holds no block of {cache.block_size} tokens beside the null block: "
+                f"give at least {2 * block_bytes}, or a smaller block_size"
+            )
+    else:
+        num_usable = _default_num_usable(cache, block_bytes, max_num_seqs, max_model_len, available_bytes)
+        wanted_by = "the default size"
+    layout = CacheLayout(num_usable + 1, cache.block_size)
+    pool_bytes = layout.num_blocks * block_bytes
+    if pool_bytes > available_bytes:
+        raise ConfigError(
+            f"{wanted_by} makes a KV pool of {_gib(pool_bytes)} ({shape.bytes_per_token} bytes per token), "
+            f"but {_gib(available_bytes)} are free: use num_blocks={available_bytes // block_bytes - 1} "
+            "at most"
+        )
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %s, %d tokens in all; the longest sequence served is %d tokens",
+        layout.num_usable_blocks,
+        layout.block_size,
+        _gib(pool_bytes),
+        layout.num_tokens,
+        min(max_model_len, layout.num_tokens),
+    )
+    return layout
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that may be taken on `device` now. On the CPU a limit of the control group counts too."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    free = psutil.virtual_memory().available
+    group_free = _control_group_free(Path("/sys/fs/cgroup"))
+    return free if group_free is None else min(free, group_free)
+
+
+def _default_num_usable(
+    cache: CacheConfig, block_bytes: int, max_num_seqs: int, max_model_len: int, available_bytes: int
+) -> int:
+    needed = max_num_seqs * math.ceil(max_model_len / cache.block_size)
+    affordable = int(available_bytes * DEFAULT_MEMORY_FRACTION) // block_bytes - 1
+    least = math.ceil(min(max_model_len, _LEAST_USEFUL_TOKENS) / cache.block_size)
+    if affordable < least:
+        raise ConfigError(
+            f"{_gib(available_bytes)} are free, of which the KV pool takes {DEFAULT_MEMORY_FRACTION:.0%}: "
+            f"too little for one sequence of {least * cache.block_size} tokens, which takes "
+            f"{_gib(least * block_bytes)}. Free memory, take a smaller model, or set the KV memory yourself"
+        )
+    return min(needed, affordable)
+
+
+def _control_group_free(root: Path) -> int | None:
+    """What the control group still allows, bytes; None where it sets no limit. Version 2, then version 1."""
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        if not (root / limit_name).is_file() or not (root / usage_name).is_file():
+            continue
+        limit, usage = ((root / name).read_text().strip() for name in (limit_name, usage_name))
+        return None if limit == "max" else max(0, int(limit) - int(usage))
+    return None
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # The system's own zero pages: memory is taken when a block is first written, not at start.
+    num_bytes = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(size)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

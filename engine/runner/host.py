@@ -1,0 +1,57 @@
+"""Settings of the process that the model computes in. Set once, before the first tensor is large."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEEP_BYTES = 2**30
+
+
+def prepare_host(num_threads: int | None) -> int:
+    """Set the number of compute threads and keep freed memory for the next step.
+
+    Args:
+        num_threads: None takes the cores that this process may use.
+
+    Returns:
+        The number of threads.
+    """
+    chosen = usable_cores() if num_threads is None else num_threads
+    torch.set_num_threads(chosen)
+    _keep_freed_memory()
+    logger.info("computing with %d threads (torch %s)", chosen, torch.__version__)
+    return chosen
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: torch's own count, within the affinity mask and the group's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), allowed, _quota(Path("/sys/fs/cgroup/cpu.max"))))
+
+
+def _quota(file: Path) -> int:
+    """Whole cores that the control group's CPU quota comes to; very many where there is none."""
+    if not file.is_file():
+        return 2**30
+    quota, period = file.read_text().split()
+    return 2**30 if quota == "max" else max(1, math.floor(int(quota) / int(period)))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed: else it maps and unmaps the large temporaries of every layer anew."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        logger.debug("this C library has no mallopt: its memory settings stay")
+        return
+    mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
