@@ -1,0 +1,182 @@
+"""The tokenizer that a GGUF file's metadata describes, as tokenizer files that the reference library reads.
+
+Such a file names how text is cut up before its merges apply (`tokenizer.ggml.pre`) but doesn't say what the
+name means: only names whose meaning is known here are taken. With a wrong guess most text still gives the right
+ids, so a guess would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from headrace.engine.models.json_file import JsonFields
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+
+class _TokenType(IntEnum):
+    """llama.cpp's kinds of vocabulary entries that need more than a place in the vocabulary."""
+
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _PreTokenizer:
+    """What one name of `tokenizer.ggml.pre` stands for.
+
+    Args:
+        make: builds what cuts the text up.
+        ignore_merges: a piece that is a whole token is taken as it is.
+        adds_bos: what a file that doesn't say means.
+    """
+
+    make: Callable[[], pre_tokenizers.PreTokenizer]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _llama3() -> pre_tokenizers.PreTokenizer:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
+    "gpt-2": _PreTokenizer(_gpt2),
+    "llama-bpe": _PreTokenizer(_llama3, ignore_merges=True, adds_bos=True),
+    "smollm": _PreTokenizer(_digits_then_gpt2),
+}
+
+
+def write_gguf_tokenizer(metadata: JsonFields, folder: Path) -> None:
+    """Write tokenizer.json, its settings and the chat template.
+
+    Args:
+        metadata: of the GGUF file.
+        folder: where to.
+
+    Raises:
+        ModelLoadError: the metadata is incomplete, or its tokenizer's ids might come out differently.
+    """
+    # transformers imports torch: only where a model is really wanted.
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    backend = _build(metadata, tokens)
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        full_key = f"tokenizer.ggml.{key}_token_id"
+        if metadata.raw(full_key) is not None:
+            special[f"{name}_token"] = _token_at(metadata, tokens, full_key)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+    if template := metadata.text("tokenizer.chat_template", ""):
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
+def _build(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
+    kind = metadata.text("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise metadata.error(
+            f"the tokenizer model {kind!r} is not supported; supported: gpt2 (byte-level BPE). "
+            "Use the model's safetensors folder"
+        )
+    name = metadata.text("tokenizer.ggml.pre", "default")
+    if name not in _PRE_TOKENIZERS:
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise metadata.error(
+            f"the pre-tokenizer {name!r} is not known, and a guess would give wrong ids; known: {known}. "
+            "Use the model's safetensors folder"
+        )
+    if metadata.boolean("tokenizer.ggml.add_space_prefix", False):
+        raise metadata.error("tokenizer.ggml.add_space_prefix is not supported for byte-level BPE")
+    pre_tokenizer = _PRE_TOKENIZERS[name]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=_vocabulary(metadata, tokens),
+            merges=_merges(metadata),
+            ignore_merges=pre_tokenizer.ignore_merges,
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizer.make()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, metadata, tokens)
+    tokenizer.post_processor = _post_processor(metadata, tokens, pre_tokenizer)
+    return tokenizer
+
+
+def _vocabulary(metadata: JsonFields, tokens: tuple[str, ...]) -> dict[str, int]:
+    if not tokens:
+        raise metadata.error("tokenizer.ggml.tokens is missing or empty")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocabulary[token] != token_id)
+        raise metadata.error(f"tokenizer.ggml.tokens holds {twice!r} twice")
+    return vocabulary
+
+
+def _merges(metadata: JsonFields) -> list[tuple[str, str]]:
+    merges = []
+    for merge in metadata.texts("tokenizer.ggml.merges"):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise metadata.error(f"tokenizer.ggml.merges holds {merge!r}, which is no pair")
+        merges.append((left, right))
+    return merges
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: JsonFields, tokens: tuple[str, ...]) -> None:
+    """Make the tokens that llama.cpp finds whole in a text be found whole, before the text is cut up."""
+    types = metadata.integers("tokenizer.ggml.token_type")
+    if types and len(types) != len(tokens):
+        raise metadata.error(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    typed = list(zip(tokens, types, strict=False))
+    control = [token for token, kind in typed if kind == _TokenType.CONTROL]
+    user_defined = [token for token, kind in typed if kind == _TokenType.USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
+
+
+def _post_processor(
+    metadata: JsonFields, tokens: tuple[str, ...], pre_tokenizer: _PreTokenizer
+) -> processors.PostProcessor:
+    first = metadata.boolean("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
+    last = metadata.boolean("tokenizer.ggml.add_eos_token", False)
+    if not first and not last:
+        return processors.ByteLevel(trim_offsets=False)
+    special = {}
+    parts = ["$A"]
+    if first:
+        bos = _token_at(metadata, tokens, "tokenizer.ggml.bos_token_id")
+        special[bos] = metadata.integer("tokenizer.ggml.bos_token_id", at_least=0)
+        parts.insert(0, bos)
+    if last:
+        eos = _token_at(metadata, tokens, "tokenizer.ggml.eos_token_id")
+        special[eos] = metadata.integer("tokenizer.ggml.eos_token_id", at_least=0)
+        parts.append(eos)
+    return processors.TemplateProcessing(single=parts, special_tokens=list(special.items()))
+
+
+def _token_at(metadata: JsonFields, tokens: tuple[str, ...], key: str) -> str:
+    token_id = metadata.integer(key, at_least=0)
+    if token_id >= len(tokens):
+        raise metadata.error(f"{key} is {token_id}: there are only {len(tokens)} tokens")
+    return tokens[token_id]

