@@ -164,6 +164,10 @@ class AsyncEngine:
         """How busy it is now."""
         return self._core.load
 
+    def flush_cache(self) -> int:
+        """Give up all cached KV that no live request holds; returns the number of blocks."""
+        return self._core.flush_cache()
+
     def watch_steps(self) -> StepWatch:
         """Follow what each step does."""
         watch = StepWatch(self._watches.remove)

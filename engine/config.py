@@ -52,11 +52,13 @@ class CacheConfig:
         block_size: tokens per block.
         num_blocks: blocks to allocate, the null block not counted; None derives it from `memory_bytes`.
         memory_bytes: memory for K and V together; None derives it from what is free.
+        prefix_caching: whether full blocks are kept and shared between requests that begin alike.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _require_at_least("block_size", self.block_size, 1)

@@ -90,7 +90,7 @@ class EngineCore:
         self._max_num_waiting = config.scheduler.max_num_waiting
         self._clock = clock
         self._kv = KVCacheManager(layout)
-        self._scheduler = Scheduler(config.scheduler, self._kv)
+        self._scheduler = Scheduler(config.scheduler, self._kv, prefix_caching=config.cache.prefix_caching)
         self._live: dict[RequestId, _Live] = {}
         self._by_sequence: dict[SequenceId, _Live] = {}
         self._expiries: list[tuple[float, SequenceId]] = []
@@ -207,8 +207,12 @@ class EngineCore:
         for live, (row, outcome) in zip(lives, outcomes, strict=True):
             if outcome.failure is None:
                 live.sequence.num_computed_tokens = row.end_position
+                self._scheduler.offer_blocks(live.sequence)
+            else:
+                self._kv.withdraw(live.sequence.sequence_id)
         # Counted before anybody leaves: the step ran with these blocks.
         num_used = sum(sequence.num_computed_tokens for sequence in self._scheduler.running)
+        num_used -= self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
         events: list[RequestEvent] = []
         for live, (_, outcome) in zip(lives, outcomes, strict=True):
@@ -230,6 +234,10 @@ class EngineCore:
         )
         self._totals = self._totals.plus(stats)
         return events, stats
+
+    def flush_cache(self) -> int:
+        """Give up all cached KV that no live request holds; returns the number of blocks."""
+        return self._kv.flush()
 
     def check_integrity(self) -> None:
         """Audit the KV pool, and with nobody live demand that it is whole.
@@ -282,7 +290,7 @@ class EngineCore:
             index=sequence.index,
             reason=reason,
             matched_stop=matched_stop,
-            usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens),
+            usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens),
             timings=_timings(sequence),
             num_preemptions=sequence.num_preemptions,
         )

@@ -69,6 +69,8 @@ class Request:
 
     Args:
         time_limit_s: longest time from arrival to the end; past it the request ends normally.
+        isolation_key: KV of equal beginnings is shared only between requests of equal keys.
+        uses_prefix_cache: whether it takes KV from the prefix cache and leaves its own there.
         deadline_s: moment past which nobody waits for the answer any more.
     """
 
@@ -79,6 +81,8 @@ class Request:
     output: OutputParams = field(default_factory=OutputParams)
     time_limit_s: float | None = None
     deadline_s: float | None = None
+    isolation_key: str = ""
+    uses_prefix_cache: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +97,7 @@ class Sequence:
         num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after
             a preemption it is 0 and everything known is computed again.
         slot: its place among the `max_num_seqs`, while it runs.
+        num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
         num_skips: how many later arrivals were admitted before it.
     """
 
@@ -105,6 +110,7 @@ class Sequence:
     index: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
     slot: int | None = None
     num_skips: int = 0
     num_preemptions: int = 0

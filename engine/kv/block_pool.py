@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace.engine.errors import IntegrityError
 
@@ -14,37 +14,66 @@ NULL_BLOCK = 0
 class BlockPool:
     """Hands out block ids, all or nothing, and counts who refers to each.
 
-    A reference belongs to the physical block: it is free when, and only when, its count is zero.
+    A reference belongs to the physical block. At zero the block is free; one that was marked as worth keeping
+    stays as it is until its memory is needed, the longest unused first.
 
     Args:
         num_blocks: all ids, the null block included.
+        on_evict: told each kept block whose content is given up.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         self._ref_counts = [0] * num_blocks
         self._free: deque[int] = deque(range(1, num_blocks))
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can hand out."""
-        return len(self._free)
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._is_worth_keeping: set[int] = set()
+        self._on_evict = on_evict
 
     @property
     def num_usable(self) -> int:
         """All blocks but the null block."""
         return len(self._ref_counts) - 1
 
+    @property
+    def num_kept(self) -> int:
+        """Blocks that nobody refers to and whose content is still there."""
+        return len(self._kept)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and kept ones."""
+        return len(self._free) + len(self._kept)
+
+    def is_held(self, block_id: int) -> bool:
+        """Whether anybody refers to a block."""
+        return self._ref_counts[block_id] > 0
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each; None and no change when there are fewer."""
-        if num_blocks > len(self._free):
+        if num_blocks > self.num_available:
             return None
+        while len(self._free) < num_blocks:
+            self._evict_oldest()
         block_ids = [self._free.popleft() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
 
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to blocks that are held or kept.
+
+        Raises:
+            IntegrityError: one of them is free, so its content is nobody's.
+        """
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                if block_id not in self._kept:
+                    raise IntegrityError(f"block {block_id} is free and can't be shared")
+                del self._kept[block_id]
+            self._ref_counts[block_id] += 1
+
     def release(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference of each block.
+        """Drop one reference of each block; of those that become unused the first is the first to be evicted.
 
         Raises:
             IntegrityError: nobody held one of them.
@@ -54,7 +83,36 @@ class BlockPool:
                 raise IntegrityError(f"block {block_id} was released more often than it was taken")
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
-                self._free.append(block_id)
+                if block_id in self._is_worth_keeping:
+                    self._kept[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def keep(self, block_id: int) -> None:
+        """Mark a held block: its content stays when nobody refers to it any more, while memory allows."""
+        if self._ref_counts[block_id] <= 0:
+            raise IntegrityError(f"block {block_id} is nobody's, so its content is worth nothing")
+        self._is_worth_keeping.add(block_id)
+
+    def unkeep(self, block_id: int) -> None:
+        """Take the mark back, held or not: the content is worth nothing any more."""
+        self._is_worth_keeping.discard(block_id)
+        if block_id in self._kept:
+            del self._kept[block_id]
+            self._free.append(block_id)
+
+    def evict_all(self) -> int:
+        """Free every kept block; returns how many there were."""
+        num_evicted = len(self._kept)
+        while self._kept:
+            self._evict_oldest()
+        return num_evicted
+
+    def _evict_oldest(self) -> None:
+        block_id, _ = self._kept.popitem(last=False)
+        self._is_worth_keeping.discard(block_id)
+        self._free.append(block_id)
+        self._on_evict(block_id)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Compare the counts with the tables that exist.
@@ -63,7 +121,7 @@ class BlockPool:
             block_tables: every block table of every sequence that holds blocks.
 
         Raises:
-            IntegrityError: an id is held twice by one table, counted wrongly, lost, or both free and held.
+            IntegrityError: an id is held twice by one table, counted wrongly, lost, or in two places at once.
         """
         held: Counter[int] = Counter()
         for table in block_tables:
@@ -72,16 +130,15 @@ class BlockPool:
             held.update(table)
         if held[NULL_BLOCK]:
             raise IntegrityError("a block table holds the null block")
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise IntegrityError("the free list holds an id twice")
+        unused = Counter([*self._free, *self._kept])
         for block_id in range(1, len(self._ref_counts)):
-            if self._ref_counts[block_id] != held[block_id]:
+            num_held, num_places = held[block_id], unused[block_id]
+            if self._ref_counts[block_id] != num_held:
                 raise IntegrityError(
                     f"block {block_id} counts {self._ref_counts[block_id]} references, "
-                    f"{held[block_id]} tables hold it"
+                    f"{num_held} tables hold it"
                 )
-            if (block_id in free) == (held[block_id] > 0):
+            if num_places + (num_held > 0) != 1:
                 raise IntegrityError(
-                    f"block {block_id} is {'both free and held' if held[block_id] else 'lost'}"
+                    f"block {block_id}: in {num_held} tables and {num_places} lists of unused ones"
                 )

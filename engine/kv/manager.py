@@ -1,11 +1,34 @@
-"""Who holds which KV blocks: one block table per sequence."""
+"""Who holds which KV blocks: one block table per sequence, and the full blocks that others may share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
 from headrace.engine.config import CacheLayout
+from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.block_pool import BlockPool
+from headrace.engine.kv.prefix_cache import BlockKey, PrefixCache, chain_root, next_key
 from headrace.engine.outputs import BlockCounts
 from headrace.engine.sequence import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Blocks that hold the beginning of a sequence already.
+
+    Args:
+        block_ids: in order from the first token.
+        num_tokens: how many tokens they hold.
+        num_unused: how many of them nobody refers to now, so that taking them lowers what is available.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_unused: int = 0
+
+
+NO_MATCH = PrefixMatch()
 
 
 class KVCacheManager:
@@ -17,25 +40,34 @@ class KVCacheManager:
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
-        self._pool = BlockPool(layout.num_blocks)
+        self._cache = PrefixCache()
+        self._pool = BlockPool(layout.num_blocks, on_evict=self._on_evict)
         self._tables: dict[SequenceId, list[int]] = {}
+        # Per sequence: the keys of its full blocks, as far as they were needed. Known tokens never change.
+        self._chains: dict[SequenceId, list[BlockKey]] = {}
+        self._num_shareable: dict[SequenceId, int] = {}
 
     @property
-    def num_free_blocks(self) -> int:
+    def num_available_blocks(self) -> int:
         """Blocks that a sequence can get at once."""
-        return self._pool.num_free
+        return self._pool.num_available
 
     @property
     def num_live_blocks(self) -> int:
         """Blocks that sequences hold."""
-        return self._pool.num_usable - self._pool.num_free
+        return self._pool.num_usable - self._pool.num_available
+
+    @property
+    def num_shared_slots(self) -> int:
+        """KV slots saved by sharing: those of blocks that further tables hold beside the first."""
+        return (sum(map(len, self._tables.values())) - self.num_live_blocks) * self.layout.block_size
 
     @property
     def counts(self) -> BlockCounts:
-        """The pool now. Nothing outlives its sequence, so nothing is merely cached."""
-        return BlockCounts(
-            total=self._pool.num_usable, free=self._pool.num_free, cached=0, live=self.num_live_blocks
-        )
+        """The pool now."""
+        cached = self._pool.num_kept
+        free = self._pool.num_available - cached
+        return BlockCounts(total=self._pool.num_usable, free=free, cached=cached, live=self.num_live_blocks)
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The block table of a sequence; empty when it holds nothing."""
@@ -59,10 +91,76 @@ class KVCacheManager:
             self._tables.setdefault(sequence_id, []).extend(new_blocks)
         return new_blocks
 
+    def match_prefix(self, sequence_id: SequenceId, token_ids: List[int], isolation_key: str) -> PrefixMatch:
+        """Find the longest run of shareable blocks that begins a sequence. Changes nothing.
+
+        At least one token is left out: the last one must be computed, for its logits are wanted.
+
+        Args:
+            token_ids: all known tokens of the sequence.
+            isolation_key: blocks are found only under the key that they were made under.
+        """
+        block_ids: list[int] = []
+        for i in range((len(token_ids) - 1) // self.layout.block_size):
+            block_id = self._cache.find(self._key(sequence_id, i, token_ids, isolation_key))
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return PrefixMatch(
+            block_ids=tuple(block_ids),
+            num_tokens=len(block_ids) * self.layout.block_size,
+            num_unused=sum(not self._pool.is_held(block_id) for block_id in block_ids),
+        )
+
+    def adopt(self, sequence_id: SequenceId, match: PrefixMatch) -> None:
+        """Begin the table of a sequence with the blocks of a match, found just now.
+
+        Raises:
+            IntegrityError: the sequence holds blocks already.
+        """
+        if sequence_id in self._tables:
+            raise IntegrityError(f"sequence {sequence_id} has a block table already")
+        if match.block_ids:
+            self._pool.share(match.block_ids)
+            self._tables[sequence_id] = list(match.block_ids)
+            self._num_shareable[sequence_id] = len(match.block_ids)
+
+    def offer(
+        self, sequence_id: SequenceId, token_ids: List[int], num_computed: int, isolation_key: str
+    ) -> None:
+        """Let others share the blocks that a finished step has filled.
+
+        Args:
+            token_ids: all known tokens of the sequence.
+            num_computed: tokens whose KV is valid.
+        """
+        table = self._tables[sequence_id]
+        num_full = num_computed // self.layout.block_size
+        for i in range(self._num_shareable.get(sequence_id, 0), num_full):
+            if self._cache.add(self._key(sequence_id, i, token_ids, isolation_key), table[i]):
+                self._pool.keep(table[i])
+        self._num_shareable[sequence_id] = num_full
+
     def free(self, sequence_id: SequenceId) -> None:
         """Give back all that a sequence holds. Nothing happens when it holds nothing."""
-        # Last block first: the head of a sequence is the likeliest to be asked for again.
+        self._num_shareable.pop(sequence_id, None)
+        # Last block first: what begins a text is likelier to be asked for again than what ends it.
         self._pool.release(reversed(self._tables.pop(sequence_id, [])))
+
+    def withdraw(self, sequence_id: SequenceId) -> None:
+        """Let nobody else share what a sequence has offered: its content is not to be trusted."""
+        for block_id in self._tables.get(sequence_id, ()):
+            if self._cache.forget(block_id):
+                self._pool.unkeep(block_id)
+
+    def forget(self, sequence_id: SequenceId) -> None:
+        """Give back all, and drop what was remembered for a sequence that is over."""
+        self.free(sequence_id)
+        self._chains.pop(sequence_id, None)
+
+    def flush(self) -> int:
+        """Give up all content that no sequence holds; returns the number of blocks."""
+        return self._pool.evict_all()
 
     def check_integrity(self) -> None:
         """Audit tables against counts.
@@ -71,3 +169,15 @@ class KVCacheManager:
             IntegrityError: they don't add up.
         """
         self._pool.check_integrity(self._tables.values())
+
+    def _on_evict(self, block_id: int) -> None:
+        if not self._cache.forget(block_id):
+            raise IntegrityError(f"block {block_id} was kept, yet nobody could have found it")
+
+    def _key(self, sequence_id: SequenceId, i: int, token_ids: List[int], isolation_key: str) -> BlockKey:
+        chain = self._chains.setdefault(sequence_id, [])
+        size = self.layout.block_size
+        while len(chain) <= i:
+            parent = chain[-1].digest if chain else chain_root(isolation_key)
+            chain.append(next_key(parent, token_ids[len(chain) * size : (len(chain) + 1) * size]))
+        return chain[i]

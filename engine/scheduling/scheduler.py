@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 
 from headrace.engine.config import BatchingPolicy, SchedulerConfig
 from headrace.engine.errors import IntegrityError
-from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.scheduling.queue import SequenceQueue
 from headrace.engine.sequence import Sequence, SequenceStatus
@@ -23,13 +23,15 @@ class Scheduler:
     Args:
         config: limits of a step.
         kv: where blocks come from.
+        prefix_caching: whether sequences share the KV of equal beginnings.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, *, prefix_caching: bool = True) -> None:
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
         self._config = config
         self._kv = kv
+        self._prefix_caching = prefix_caching
         self._free_slots = list(range(config.max_num_seqs))
         heapify(self._free_slots)
         self._static_places = 0
@@ -50,6 +52,7 @@ class Scheduler:
             self._static_places = 0
         else:
             self.waiting.remove(sequence)
+        self._kv.forget(sequence.sequence_id)
         sequence.transition(SequenceStatus.FINISHED)
 
     def schedule(self, step: int, now_s: float) -> tuple[StepPlan | None, int]:
@@ -128,13 +131,14 @@ class Scheduler:
         passed: list[Sequence] = []
         is_barred = False
         for sequence in self.waiting:
-            available = self._kv.num_free_blocks - reserved
+            available = self._kv.num_available_blocks - reserved
             if not self._free_slots or draft.budget == 0 or not self._may_join():
                 break
             if is_barred or (available <= 0 and self.running):
                 break
-            needed = self._kv.layout.num_blocks_for(len(sequence.token_ids))
-            if needed > available:
+            match = self._match_prefix(sequence)
+            needed = self._kv.num_missing_blocks(sequence.sequence_id, len(sequence.token_ids))
+            if needed - len(match.block_ids) + match.num_unused > available:
                 self._static_places = 0
                 passed.append(sequence)
                 is_barred = sequence.num_skips >= self._config.max_num_skips
@@ -142,12 +146,11 @@ class Scheduler:
             for other in passed:
                 other.num_skips += 1
                 is_barred = is_barred or other.num_skips >= self._config.max_num_skips
-            num_tokens = self._chunk_len(sequence, draft.budget)
-            if self._kv.allocate_slots(sequence.sequence_id, num_tokens) is None:
+            self._join_batch(sequence, match)
+            self._grow(sequence, draft)
+            if sequence.status is not SequenceStatus.RUNNING:
                 raise IntegrityError(f"sequence {sequence.sequence_id} was found to fit and then did not")
             reserved += self._num_blocks_soon(sequence)
-            self._join_batch(sequence)
-            draft.take(sequence, num_tokens)
 
     def _num_blocks_soon(self, sequence: Sequence) -> int:
         """Blocks that a running sequence still needs for what is known and one block's worth of growth."""
@@ -157,7 +160,28 @@ class Scheduler:
     def _may_join(self) -> bool:
         return self._config.batching is BatchingPolicy.CONTINUOUS or self._static_places > 0
 
-    def _join_batch(self, sequence: Sequence) -> None:
+    def offer_blocks(self, sequence: Sequence) -> None:
+        """Let others share what a finished step has filled for a running sequence."""
+        if self._prefix_caching and sequence.request.uses_prefix_cache:
+            self._kv.offer(
+                sequence.sequence_id,
+                sequence.token_ids,
+                sequence.num_computed_tokens,
+                sequence.request.isolation_key,
+            )
+
+    def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
+        request = sequence.request
+        if not (self._prefix_caching and request.uses_prefix_cache):
+            return NO_MATCH
+        return self._kv.match_prefix(sequence.sequence_id, sequence.token_ids, request.isolation_key)
+
+    def _join_batch(self, sequence: Sequence, match: PrefixMatch) -> None:
+        self._kv.adopt(sequence.sequence_id, match)
+        sequence.num_computed_tokens = match.num_tokens
+        if sequence.first_scheduled_s is None:
+            # What it finds of its own after a preemption is no gift of others.
+            sequence.num_cached_tokens = match.num_tokens
         self.waiting.remove(sequence)
         sequence.transition(SequenceStatus.RUNNING)
         sequence.slot = heappop(self._free_slots)

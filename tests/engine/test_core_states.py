@@ -54,15 +54,22 @@ class CoreMachine(RuleBasedStateMachine):
         self.outputs: dict[RequestId, list[int]] = {}
         self.ended: set[RequestId] = set()
 
-    @rule(prompt_len=st.integers(1, 12), max_tokens=st.none() | st.integers(1, 12), stops=st.booleans())
-    def submit(self, prompt_len, max_tokens, stops):
-        prompt = self.next_prompt(prompt_len)
+    @rule(
+        prompt_len=st.integers(1, 12),
+        max_tokens=st.none() | st.integers(1, 12),
+        stops=st.booleans(),
+        kind=st.sampled_from(["alike", "alike", "own", "other tenant", "bypass"]),
+    )
+    def submit(self, prompt_len, max_tokens, stops, kind):
+        prompt = self.next_prompt(prompt_len) if kind == "own" else tuple(range(prompt_len))
         stop_token_ids = frozenset({expected_output(prompt, 3)[-1], EOS}) if stops else frozenset[int]()
         request = make_request(
             request_id=f"r{len(self.requests)}",
             prompt=prompt,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
+            isolation_key="tenant" if kind == "other tenant" else "",
+            uses_prefix_cache=kind != "bypass",
         )
         pool = self.model.layout.num_tokens
         if prompt_len + (max_tokens or 1) > min(pool, 40):
@@ -123,6 +130,11 @@ class CoreMachine(RuleBasedStateMachine):
         # Nothing may come from outside the machine, or a failure could not be replayed.
         return tuple((len(self.requests) * 7 + i) % 97 for i in range(prompt_len))
 
+    @rule()
+    def flush_cache(self):
+        assert self.core.flush_cache() >= 0
+        assert self.core.load.blocks.cached == 0
+
     def take(self, events: list[RequestEvent]) -> None:
         for request_id, event in events:
             assert request_id not in self.ended, "an event after the end"
@@ -138,6 +150,9 @@ class CoreMachine(RuleBasedStateMachine):
             "differs from the request alone"
         )
         assert event.usage.num_completion_tokens == len(output)
+        assert event.usage.num_cached_tokens < len(request.prompt_token_ids)
+        assert event.usage.num_cached_tokens % self.model.layout.block_size == 0
+        assert request.uses_prefix_cache or event.usage.num_cached_tokens == 0
         if event.reason is FinishReason.STOP:
             assert event.matched_stop == output[-1]
             assert output[-1] in request.stop.token_ids

@@ -1,20 +1,22 @@
 """A model without floats: the next token is a pure function of all token ids of the sequence.
 
 Whatever the batch, the chunking, the preemptions: a request's output must equal its output alone. The
-runner reads the ids back from its own KV pool through the block table it is given, and notes who wrote each
-slot, so a wrong table, a block freed too early or a skipped token shows as an error, not as noise.
+runner reads the ids back from its own KV pool through the block table it is given, and each slot knows behind
+which tokens it was written, so a wrong table, a block freed too early or shared wrongly, or a skipped token
+shows as an error, not as noise.
 """
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.config import CacheLayout, ModelInfo
 from headrace.engine.errors import InvalidRequest, NoChatTemplate
 from headrace.engine.runner.protocol import LoadedModel
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, SequenceId, StepPlan, StepResult
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.tokenizer import Chat
 
 NUM_BYTES = 256
@@ -37,6 +39,10 @@ def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> li
     return token_ids[len(prompt) :]
 
 
+def _fingerprint(token_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()
+
+
 class KvViolationError(AssertionError):
     """The engine's block tables or positions are wrong."""
 
@@ -56,14 +62,14 @@ class FakeRunner:
     choose: Callable[[Sequence[int], int], int] = next_token
     plans: list[StepPlan] = field(default_factory=list)
     is_closed: bool = False
-    _slots: dict[int, tuple[SequenceId, int, int]] = field(default_factory=dict)
+    _slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.before_step(plan)
         self.plans.append(plan)
         for row in plan.rows:
             self._write(row)
-        return StepResult(tuple(self._read(row) for row in plan.rows))
+        return StepResult(tuple(self._draw(row) for row in plan.rows))
 
     def close(self) -> None:
         self.is_closed = True
@@ -75,18 +81,25 @@ class FakeRunner:
         return block_id * self.layout.block_size + position % self.layout.block_size
 
     def _write(self, row: ScheduledSequence) -> None:
+        beginning = self._read(row, row.first_position)
         for position, token_id in enumerate(row.token_ids, start=row.first_position):
-            self._slots[self._slot(row, position)] = (row.sequence_id, position, token_id)
+            beginning.append(token_id)
+            self._slots[self._slot(row, position)] = (_fingerprint(beginning), token_id)
 
-    def _read(self, row: ScheduledSequence) -> RowResult:
-        token_ids = []
-        for position in range(row.end_position):
-            writer = self._slots.get(self._slot(row, position))
-            if writer is None or writer[:2] != (row.sequence_id, position):
+    def _read(self, row: ScheduledSequence, num_tokens: int) -> list[int]:
+        """The row's first tokens, from the slots; each slot must have been written behind the same tokens."""
+        token_ids: list[int] = []
+        for position in range(num_tokens):
+            fingerprint, token_id = self._slots.get(self._slot(row, position), (b"", -1))
+            token_ids.append(token_id)
+            if fingerprint != _fingerprint(token_ids):
                 raise KvViolationError(
-                    f"sequence {row.sequence_id}, position {position}: the slot holds {writer}"
+                    f"sequence {row.sequence_id}: position {position} holds another text's KV"
                 )
-            token_ids.append(writer[2])
+        return token_ids
+
+    def _draw(self, row: ScheduledSequence) -> RowResult:
+        token_ids = self._read(row, row.end_position)
         if not row.is_sampled:
             return RowResult()
         return RowResult((self.choose(token_ids, 0 if row.sampling.is_greedy else row.sampling.seed),))

@@ -35,6 +35,8 @@ def make_request(
     time_limit_s: float | None = None,
     deadline_s: float | None = None,
     output: OutputParams | None = None,
+    isolation_key: str = "",
+    uses_prefix_cache: bool = True,
 ) -> Request:
     """A request; prompts of different requests differ unless given."""
     number = next(_ids)
@@ -48,6 +50,8 @@ def make_request(
         output=output or OutputParams(),
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,
+        isolation_key=isolation_key,
+        uses_prefix_cache=uses_prefix_cache,
     )
 
 

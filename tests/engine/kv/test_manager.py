@@ -29,7 +29,7 @@ def test_a_failed_allocation_changes_nothing():
     assert kv.allocate_slots(B, 9) is None
     assert kv.block_ids(A) == table
     assert kv.block_ids(B) == ()
-    assert kv.num_free_blocks == 2
+    assert kv.num_available_blocks == 2
     kv.check_integrity()
 
 
@@ -39,7 +39,7 @@ def test_freeing_gives_everything_back_once():
     kv.free(A)
     kv.free(A)
     kv.free(B)
-    assert kv.num_free_blocks == 4
+    assert kv.num_available_blocks == 4
     assert kv.block_ids(A) == ()
     kv.check_integrity()
 
@@ -67,3 +67,106 @@ def test_a_layout_without_a_usable_block_is_refused():
 
 def test_integrity_errors_are_bugs_not_answers():
     assert not issubclass(IntegrityError, ValueError)
+
+
+def fill(kv: KVCacheManager, sequence_id: SequenceId, token_ids: list[int], *, key: str = "") -> None:
+    """What a prefill does: slots for all tokens, then every full block offered."""
+    assert kv.allocate_slots(sequence_id, len(token_ids)) is not None
+    kv.offer(sequence_id, token_ids, len(token_ids), key)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_cached"), [(3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (12, 8), (13, 8), (20, 8)]
+)
+def test_all_but_the_last_token_may_come_from_full_blocks(length, num_cached):
+    kv = make_manager(num_blocks=8)
+    text = list(range(20))
+    fill(kv, A, text[:11])
+    match = kv.match_prefix(B, text[:length], "")
+    assert match.num_tokens == num_cached
+    assert match.block_ids == kv.block_ids(A)[: num_cached // 4]
+    assert match.num_unused == 0
+
+
+def test_what_is_not_computed_yet_is_not_shared():
+    kv = make_manager(num_blocks=8)
+    text = list(range(12))
+    kv.allocate_slots(A, 12)
+    kv.offer(A, text, 7, "")
+    assert kv.match_prefix(B, text, "").num_tokens == 4
+
+
+def test_another_isolation_key_finds_nothing():
+    kv = make_manager(num_blocks=8)
+    fill(kv, A, list(range(9)), key="a")
+    assert kv.match_prefix(B, list(range(9)), "b").num_tokens == 0
+    assert kv.match_prefix(SequenceId(3), list(range(9)), "a").num_tokens == 8
+
+
+def test_adopted_blocks_are_shared_and_outlive_their_maker():
+    kv = make_manager(num_blocks=8)
+    text = list(range(9))
+    fill(kv, A, text)
+    kv.adopt(B, kv.match_prefix(B, text, ""))
+    kv.allocate_slots(B, 9)
+    assert kv.block_ids(B)[:2] == kv.block_ids(A)[:2]
+    assert kv.block_ids(B)[2] != kv.block_ids(A)[2]
+    assert (kv.num_live_blocks, kv.num_shared_slots) == (4, 8)
+    kv.forget(A)
+    assert kv.num_live_blocks == 3
+    kv.check_integrity()
+    kv.forget(B)
+    assert kv.counts == BlockCounts(total=8, free=6, cached=2, live=0)
+
+
+def test_cached_blocks_give_way_tail_first_and_are_then_not_found():
+    kv = make_manager(num_blocks=4)
+    text = list(range(13))
+    fill(kv, A, text)
+    kv.forget(A)
+    assert kv.counts == BlockCounts(total=4, free=1, cached=3, live=0)
+    assert kv.allocate_slots(B, 8) is not None
+    assert kv.match_prefix(SequenceId(3), text, "").num_tokens == 8
+    kv.check_integrity()
+
+
+def test_equal_prefixes_computed_side_by_side_are_never_aliased():
+    kv = make_manager(num_blocks=8)
+    text = list(range(8))
+    fill(kv, A, text)
+    fill(kv, B, text)
+    assert not set(kv.block_ids(A)) & set(kv.block_ids(B))
+    kv.forget(A)
+    kv.check_integrity()
+    assert kv.match_prefix(SequenceId(3), [*text, 9], "").num_tokens == 8
+    kv.forget(B)
+    assert kv.counts == BlockCounts(total=8, free=6, cached=2, live=0)
+
+
+def test_what_is_withdrawn_is_not_found_and_not_kept():
+    kv = make_manager(num_blocks=8)
+    text = list(range(9))
+    fill(kv, A, text)
+    kv.withdraw(A)
+    assert kv.match_prefix(B, text, "").num_tokens == 0
+    kv.forget(A)
+    assert kv.counts == BlockCounts(total=8, free=8, cached=0, live=0)
+
+
+def test_flushing_gives_up_only_what_nobody_holds():
+    kv = make_manager(num_blocks=8)
+    fill(kv, A, list(range(8)))
+    fill(kv, B, list(range(50, 58)))
+    kv.forget(A)
+    assert kv.flush() == 2
+    assert kv.match_prefix(SequenceId(3), [*range(50, 58), 1], "").num_tokens == 8
+    assert kv.counts == BlockCounts(total=8, free=6, cached=0, live=2)
+
+
+def test_a_table_is_begun_once():
+    kv = make_manager(num_blocks=8)
+    fill(kv, A, list(range(8)))
+    match = kv.match_prefix(B, list(range(9)), "")
+    kv.adopt(B, match)
+    with pytest.raises(IntegrityError, match="a block table already"):
+        kv.adopt(B, match)

@@ -1,0 +1,75 @@
+"""Which full blocks hold the KV of which beginning of a text.
+
+A block is known by a hash chain: SHA-256 over the hash of the block before it, its own token ids, and at the
+head of the chain the isolation key. The ids are compared on every hit all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.engine.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Names the content of one full block.
+
+    Args:
+        digest: SHA-256 over `parent` and `token_ids`.
+        parent: digest of the block before it, or of the isolation key.
+        token_ids: as many as a block holds.
+    """
+
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+def chain_root(isolation_key: str) -> bytes:
+    """The digest that every chain of one isolation key starts from."""
+    return hashlib.sha256(b"headrace prefix\0" + isolation_key.encode()).digest()
+
+
+def next_key(parent: bytes, token_ids: Sequence[int]) -> BlockKey:
+    """The key of a block that follows the block with digest `parent`."""
+    packed = array("q", token_ids).tobytes()
+    return BlockKey(hashlib.sha256(parent + packed).digest(), parent, tuple(token_ids))
+
+
+class PrefixCache:
+    """Full blocks by their keys. Holds no reference: it is told when a block's content is given up."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, BlockKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block with exactly this content, or None."""
+        block_id = self._block_of.get(key.digest)
+        # Equal digests of unequal contents would be a broken hash; a user must not pay for it.
+        return block_id if block_id is not None and self._key_of[block_id] == key else None
+
+    def add(self, key: BlockKey, block_id: int) -> bool:
+        """Let a block be found; False when the content is here already, under another block."""
+        if block_id in self._key_of:
+            raise IntegrityError(f"block {block_id} is known under another key already")
+        if key.digest in self._block_of:
+            return False
+        self._block_of[key.digest] = block_id
+        self._key_of[block_id] = key
+        return True
+
+    def forget(self, block_id: int) -> bool:
+        """The block's content is given up; False when it was never added."""
+        key = self._key_of.pop(block_id, None)
+        if key is None:
+            return False
+        del self._block_of[key.digest]
+        return True
