@@ -183,7 +183,7 @@ class HeldTokenizer(FakeTokenizer):
         self.gate = Gate()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self.gate.opened.wait(30)
+        self.gate.opened.wait(15)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from headrace.v1.control_pb2 import (
+    DrainRequest,
+    FlushCacheRequest,
+    GetLoadRequest,
+    SetLatencyBudgetRequest,
+    StepRow,
+    WatchStepsRequest,
+    WatchStepsResponse,
+)
+
+from tests.support.fake_runner import expected_output, make_fake_model
+from tests.support.requests import make_config
+from tests.support.service import (
+    PROMPT,
+    Gate,
+    RawSession,
+    RunningService,
+    generate,
+    generate_ids,
+    ids_of,
+    make_start,
+    reason_of,
+    running_service,
+    status_of,
+    until,
+    violated_fields,
+)
+
+
+async def test_the_load_counts_what_runs_and_what_waits() -> None:
+    gate = Gate()
+    async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=2)) as service:
+        session = RawSession(service)
+        await session.start(*(make_start(f"r{i}") for i in range(3)))
+        await until(lambda: service.engine.load().num_waiting == 2)
+        busy = await service.control.GetLoad(GetLoadRequest())
+        gate.open()
+        assert await session.half_close() is grpc.StatusCode.OK
+        idle = await service.control.GetLoad(GetLoadRequest())
+    assert (busy.num_running, busy.num_waiting, busy.max_num_seqs, busy.batching) == (1, 2, 2, "continuous")
+    assert busy.blocks.live > 0
+    assert (idle.num_running, idle.num_waiting, idle.blocks.live) == (0, 0, 0)
+    assert idle.blocks.free + idle.blocks.cached == idle.blocks.total == 64
+    assert idle.totals.steps > 0
+    assert idle.totals.decode_tokens == 3 * 7
+
+
+async def test_steps_are_told_as_they_happen() -> None:
+    async with running_service() as service:
+        watch = service.control.WatchSteps(WatchStepsRequest())
+        # The first message proves that the watch is on; what came before it was not watched.
+        first = asyncio.create_task(watch.read())
+        while not first.done():
+            await generate_ids(service, make_start(max_tokens=2))
+        seen = await first
+        assert isinstance(seen, WatchStepsResponse)
+        await generate_ids(service, make_start("watched", max_tokens=4))
+        rows: list[StepRow] = []
+        while not (rows and rows[-1].finished):
+            step = await watch.read()
+            assert isinstance(step, WatchStepsResponse)
+            rows += [row for row in step.rows if row.request.endswith(":watched")]
+        watch.cancel()
+    assert [row.prefill_tokens for row in rows] == [4, 0, 0, 0]
+    assert [row.decode_tokens for row in rows] == [0, 1, 1, 1]
+
+
+async def until_not_serving(service: RunningService) -> None:
+    """Wait until health says that new requests should go elsewhere."""
+    async for response in service.health_stub.Watch(HealthCheckRequest()):  # type: ignore[attr-defined]
+        if response.status == HealthCheckResponse.NOT_SERVING:
+            return
+
+
+async def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    gate = Gate()
+    async with running_service(make_fake_model(before_step=gate)) as service:
+        running = asyncio.create_task(generate_ids(service, make_start(max_tokens=20)))
+        session = RawSession(service)
+        await session.start(make_start("in session", max_tokens=20))
+        await until(lambda: service.engine.load().num_running == 1)
+        draining = service.control.Drain(DrainRequest())
+        await until_not_serving(service)
+        await session.start(make_start("late"))
+        await session.until_end_of("late")
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await generate(service, make_start())
+        gate.open()
+        assert (await draining).num_unfinished == 0
+        assert await running == expected_output(PROMPT, 20)
+        assert await session.half_close() is grpc.StatusCode.OK
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert reason_of(status_of(refusal.value)) == "DRAINING"
+    assert session.events["late"][-1].error.code == code_pb2.UNAVAILABLE
+    assert ids_of(session.events["in session"]) == expected_output(PROMPT, 20)
+
+
+async def test_what_is_unfinished_at_the_end_of_the_grace_is_told_and_counted() -> None:
+    gate = Gate()
+    async with running_service(make_fake_model(before_step=gate)) as service:
+        running = asyncio.create_task(generate_ids(service, make_start()))
+        await until(lambda: service.engine.load().num_running == 1)
+        response = await service.control.Drain(DrainRequest(grace=Duration()))
+        gate.open()
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await running
+    assert response.num_unfinished == 1
+    assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_negative_grace_is_refused_and_nothing_is_drained() -> None:
+    async with running_service() as service:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.control.Drain(DrainRequest(grace=Duration(seconds=-1)))
+        assert await generate_ids(service, make_start()) == expected_output(PROMPT, 8)
+    assert violated_fields(status_of(refusal.value)) == ["grace"]
+
+
+async def test_what_this_build_does_not_have_says_so() -> None:
+    async with running_service() as service:
+        for call in (
+            service.control.FlushCache(FlushCacheRequest()),
+            service.control.SetLatencyBudget(SetLatencyBudgetRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call
+            assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_while_loading_there_is_no_load_to_tell() -> None:
+    async with running_service(opens=False) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.control.GetLoad(GetLoadRequest())
+    assert reason_of(status_of(refusal.value)) == "LOADING"
