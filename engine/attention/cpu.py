@@ -226,7 +226,9 @@ class _ShortRows:
         queries = per_head if num_pieces == num_rows else per_head.index_select(0, self._row_of_piece)
         scores = workspace.take("scores", (num_pieces * num_kv_heads, width * group_size, _PIECE))
         torch.bmm(
-            queries.view(-1, width * group_size, head_dim), keys.view(lines_shape).transpose(1, 2), out=scores
+            queries.reshape(-1, width * group_size, head_dim),
+            keys.view(lines_shape).transpose(1, 2),
+            out=scores,
         )
 
         probs = self._softmax(scores, group_size, spec)
