@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from headrace.engine import InvalidRequest
+from headrace.service.interceptors import Context, Guard
+from headrace.v1.control_pb2 import GetLoadRequest, GetLoadResponse, WatchStepsRequest, WatchStepsResponse
+from headrace.v1.control_pb2_grpc import (
+    ControlServiceServicer,
+    ControlServiceStub,
+    add_ControlServiceServicer_to_server,
+)
+
+from tests.support.service import reason_of, status_of, violated_fields
+
+SECRET = "tell-nobody"
+
+
+class Handlers(ControlServiceServicer):
+    """A servicer whose two kinds of RPC do what a test says."""
+
+    def __init__(
+        self,
+        load: Callable[[Context], Any] | None = None,
+        steps: Callable[[Context], AsyncIterator[WatchStepsResponse]] | None = None,
+    ) -> None:
+        self._load = load
+        self._steps = steps
+
+    async def GetLoad(self, request: GetLoadRequest, context: Context) -> GetLoadResponse:
+        assert self._load is not None
+        response: GetLoadResponse = await self._load(context)
+        return response
+
+    async def WatchSteps(
+        self, request: WatchStepsRequest, context: Context
+    ) -> AsyncIterator[WatchStepsResponse]:
+        assert self._steps is not None
+        async for response in self._steps(context):
+            yield response
+
+    async def Drain(self, request: Any, context: Context) -> Any:
+        raise NotImplementedError
+
+    async def FlushCache(self, request: Any, context: Context) -> Any:
+        raise NotImplementedError
+
+    async def SetLatencyBudget(self, request: Any, context: Context) -> Any:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def guarded(handlers: Handlers, slow_reader_s: float = 60.0) -> AsyncIterator[ControlServiceStub]:
+    server = grpc.aio.server(interceptors=[Guard(slow_reader_s)])
+    add_ControlServiceServicer_to_server(handlers, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield ControlServiceStub(channel)
+    await server.stop(None)
+
+
+async def test_a_fault_is_internal_and_tells_nobody_what_it_quotes(capfd: pytest.CaptureFixture[str]) -> None:
+    async def fail(context: Context) -> GetLoadResponse:
+        raise ValueError(SECRET)
+
+    with structlog.testing.capture_logs() as logs:
+        async with guarded(Handlers(load=fail)) as stub:
+            with pytest.raises(grpc.aio.AioRpcError) as fault:
+                await stub.GetLoad(GetLoadRequest())
+    assert fault.value.code() is grpc.StatusCode.INTERNAL
+    assert SECRET not in str(fault.value)
+    (told,) = [entry for entry in logs if entry["event"] == "rpc fault"]
+    assert told["error"] == "ValueError"
+    assert any("test_interceptors.py" in place for place in told["places"])
+    assert SECRET not in str(logs) + "".join(capfd.readouterr())
+
+
+async def test_an_engines_answer_keeps_its_details() -> None:
+    async def refuse(context: Context) -> GetLoadResponse:
+        raise InvalidRequest.of("field", "must be better")
+
+    async with guarded(Handlers(load=refuse)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.GetLoad(GetLoadRequest())
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_fields(status_of(refusal.value)) == ["field"]
+
+
+async def test_a_cancellation_of_our_own_reaches_the_client_as_a_status() -> None:
+    async def await_a_cancelled_task(context: Context) -> GetLoadResponse:
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+        return GetLoadResponse()
+
+    async with guarded(Handlers(load=await_a_cancelled_task)) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as fault:
+            await stub.GetLoad(GetLoadRequest())
+    assert fault.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_the_clients_cancellation_closes_a_stream_at_once_and_harms_no_later_call() -> None:
+    closed = asyncio.Event()
+
+    async def wait(context: Context) -> AsyncIterator[WatchStepsResponse]:
+        try:
+            yield WatchStepsResponse(step=1)
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def answer(context: Context) -> GetLoadResponse:
+        return GetLoadResponse(num_running=5)
+
+    async with guarded(Handlers(answer, wait)) as stub:
+        call = stub.WatchSteps(WatchStepsRequest())
+        await call.read()
+        call.cancel()
+        await closed.wait()
+        assert (await stub.GetLoad(GetLoadRequest())).num_running == 5
+
+
+async def test_a_handler_that_swallows_its_cancellation_harms_no_later_call() -> None:
+    entered, swallowed = asyncio.Event(), asyncio.Event()
+
+    async def swallow(context: Context) -> GetLoadResponse:
+        if entered.is_set():
+            return GetLoadResponse(num_running=5)
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            swallowed.set()
+        return GetLoadResponse()
+
+    async with guarded(Handlers(load=swallow)) as stub:
+        call = stub.GetLoad(GetLoadRequest())
+        await entered.wait()
+        call.cancel()
+        await swallowed.wait()
+        assert (await stub.GetLoad(GetLoadRequest())).num_running == 5
+
+
+async def test_a_stream_that_fails_gives_what_it_has_and_then_the_status() -> None:
+    async def fail_later(context: Context) -> AsyncIterator[WatchStepsResponse]:
+        yield WatchStepsResponse(step=1)
+        raise InvalidRequest.of("field", "must be better")
+
+    async with guarded(Handlers(steps=fail_later)) as stub:
+        call = stub.WatchSteps(WatchStepsRequest())
+        first = await call.read()
+        assert isinstance(first, WatchStepsResponse)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call.read()
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_reader_that_never_reads_is_cut_and_what_its_stream_holds_is_given_back() -> None:
+    closed = asyncio.Event()
+    filler = WatchStepsResponse.FromString(b"\x9a\x06\xc0\x84\x3d" + b"x" * 1_000_000)
+
+    async def pour(context: Context) -> AsyncIterator[WatchStepsResponse]:
+        try:
+            while True:
+                yield filler
+        finally:
+            closed.set()
+
+    async with guarded(Handlers(steps=pour), slow_reader_s=0.2) as stub:
+        call = stub.WatchSteps(WatchStepsRequest())
+        await closed.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            async for _ in call:
+                pass
+    assert cut.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert reason_of(status_of(cut.value)) == "SLOW_READER"
+
+
+async def test_fields_that_we_do_not_know_are_refused_in_every_method() -> None:
+    async with guarded(Handlers()) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.GetLoad(GetLoadRequest.FromString(b"\x98\x06\x01"))
+        with pytest.raises(grpc.aio.AioRpcError) as streamed:
+            await stub.WatchSteps(WatchStepsRequest.FromString(b"\x98\x06\x01")).read()
+    assert violated_fields(status_of(unary.value)) == violated_fields(status_of(streamed.value)) == ["#99"]
+
+
+async def test_an_unknown_method_is_unimplemented() -> None:
+    async with guarded(Handlers()):
+        pass
+    server = grpc.aio.server(interceptors=[Guard(1.0)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await ControlServiceStub(channel).GetLoad(GetLoadRequest())
+    await server.stop(None)
+    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED

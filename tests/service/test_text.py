@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from headrace.engine import Chat, ChatMessage, NoChatTemplate, Overloaded
+from headrace.service.limits import Limits
+from headrace.service.text import TextWorkers
+
+from tests.support.fake_runner import BOS, FakeTokenizer
+
+
+@pytest.fixture
+def workers() -> Iterator[TextWorkers]:
+    made = TextWorkers(1, Limits(max_pending_texts=2, max_pending_text_bytes=100))
+    yield made
+    made.close()
+
+
+async def test_work_is_done_in_another_thread(workers: TextWorkers) -> None:
+    assert await workers.run(1, threading.get_ident) != threading.get_ident()
+
+
+async def test_prompts_of_every_kind_become_ids(workers: TextWorkers) -> None:
+    tokenizer = FakeTokenizer()
+    chat = Chat((ChatMessage("user", "hi"),))
+    assert await workers.encode_prompt(tokenizer, "hi") == (BOS, *b"hi")
+    assert await workers.encode_prompt(tokenizer, (1, 2)) == (1, 2)
+    assert await workers.encode_prompt(tokenizer, chat) == tuple(b"user: hi\nassistant: ")
+
+
+async def test_a_tokenizers_complaint_reaches_the_caller(workers: TextWorkers) -> None:
+    with pytest.raises(NoChatTemplate):
+        await workers.render(FakeTokenizer(has_chat_template=False), Chat((ChatMessage("user", "hi"),)))
+
+
+@pytest.mark.parametrize(("sizes", "last"), [((1, 1), 1), ((60,), 60)])
+async def test_beyond_the_bound_is_overload_and_room_comes_back(
+    workers: TextWorkers, sizes: tuple[int, ...], last: int
+) -> None:
+    gate = threading.Event()
+    held = [asyncio.create_task(workers.run(size, lambda: gate.wait(15))) for size in sizes]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await workers.run(last, lambda: None)
+    gate.set()
+    assert await asyncio.gather(*held) == [True] * len(sizes)
+    assert await workers.run(last, lambda: "room") == "room"
+
+
+async def test_work_that_is_given_up_frees_its_room(workers: TextWorkers) -> None:
+    gate = threading.Event()
+    held = [asyncio.create_task(workers.run(1, lambda: gate.wait(15))) for _ in range(2)]
+    await asyncio.sleep(0)
+    held[1].cancel()
+    await asyncio.wait(held[1:])
+    waiting = asyncio.create_task(workers.run(1, lambda: "room"))
+    gate.set()
+    assert await waiting == "room"
+    assert await held[0]

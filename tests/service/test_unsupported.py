@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from headrace.service.unsupported import unknown_fields, unsupported_fields
+from headrace.v1.generation_pb2 import GenerateRequest, StartGeneration
+from headrace.v1.model_pb2 import ApplyChatTemplateRequest
+
+UNKNOWN_99 = b"\x98\x06\x01"
+
+
+def test_an_empty_request_asks_for_nothing_special() -> None:
+    assert list(unsupported_fields(StartGeneration())) == []
+
+
+def test_the_refusal_says_which_value_would_be_right() -> None:
+    (violation,) = unsupported_fields(StartGeneration(n=4))
+    assert violation.field == "n"
+    assert "leave it out or set it to 1" in violation.description
+
+
+def test_looking_does_not_change_the_request() -> None:
+    start = StartGeneration()
+    list(unsupported_fields(start))
+    assert start == StartGeneration()
+    assert not start.HasField("sampling")
+
+
+def test_unknown_fields_are_found_at_any_depth() -> None:
+    request = ApplyChatTemplateRequest()
+    request.MergeFromString(UNKNOWN_99)
+    request.chat.tools.add().MergeFromString(UNKNOWN_99)
+    request.chat.messages.add()
+    request.chat.messages.add().tool_calls.add().MergeFromString(UNKNOWN_99)
+    request.chat.template_variables["x"] = 1
+    request.chat.template_variables.fields["x"].MergeFromString(UNKNOWN_99)
+    assert [violation.field for violation in unknown_fields(request)] == [
+        "#99",
+        "chat.messages[1].tool_calls[0].#99",
+        "chat.tools[0].#99",
+        "chat.template_variables.fields[].#99",
+    ]
+
+
+def test_a_request_within_a_message_is_left_to_its_own_check() -> None:
+    start = StartGeneration.FromString(UNKNOWN_99)
+    assert list(unknown_fields(GenerateRequest(start=start))) == []
+    assert [violation.field for violation in unknown_fields(start)] == ["#99"]
