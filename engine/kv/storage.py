@@ -134,7 +134,7 @@ def available_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free
     free = psutil.virtual_memory().available
-    group_free = _control_group_free(Path("/sys/fs/cgroup"))
+    group_free = control_group_free(Path("/sys/fs/cgroup"))
     return free if group_free is None else min(free, group_free)
 
 
@@ -153,7 +153,7 @@ def _default_num_usable(
     return min(needed, affordable)
 
 
-def _control_group_free(root: Path) -> int | None:
+def control_group_free(root: Path) -> int | None:
     """What the control group still allows, bytes; None where it sets no limit. Version 2, then version 1."""
     for limit_name, usage_name in (
         ("memory.max", "memory.current"),
