@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Coroutine
 from importlib import metadata
@@ -20,7 +19,6 @@ Result = TypeVar("Result")
 
 FAILED = 1
 USAGE = 2
-INTERRUPTED = 130
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
@@ -99,16 +97,21 @@ TimeLimit = Annotated[
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"headrace {metadata.version('headrace')}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
+    *,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """A large language model served over gRPC: start a server, or talk to one."""
-    if version:
-        typer.echo(f"headrace {metadata.version('headrace')}")
-        raise typer.Exit
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
@@ -279,15 +282,8 @@ def demo(
 
 
 def main() -> None:
-    """Entry point of the `headrace` command."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # The reader of our output has gone (`headrace generate … | head`): end quietly, flush nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(FAILED) from None
+    """Entry point of the `headrace` command; typer turns Ctrl-C into status 130 and bears a closed pipe."""
+    app()
 
 
 def _options(

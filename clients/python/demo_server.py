@@ -100,8 +100,14 @@ class DemoServer:
 
 
 @asynccontextmanager
-async def running_server(arguments: Sequence[str]) -> AsyncIterator[DemoServer]:
-    """A `headrace serve ARGUMENTS` on free loopback ports that takes requests, for as long as the block lasts.
+async def running_server(
+    arguments: Sequence[str], command: Sequence[str] | None = None
+) -> AsyncIterator[DemoServer]:
+    """A server on free loopback ports that takes requests, for as long as the block lasts.
+
+    Args:
+        arguments: further ones of `headrace serve`.
+        command: starts the server's program.
 
     Raises:
         ServerFailedError: it did not start, or was found dead when the block failed.
@@ -111,7 +117,7 @@ async def running_server(arguments: Sequence[str]) -> AsyncIterator[DemoServer]:
         log = ServerLog()
         # In a session of its own: Ctrl-C is for us, and we tell the server.
         process = await asyncio.create_subprocess_exec(
-            *service_command(),
+            *(command or service_command()),
             "serve",
             *("--port", "0", "--control-port", "0", "--ready-file", str(ready_file)),
             *("--lame-duck-s", "0", "--drain-grace-s", "1"),
@@ -140,7 +146,7 @@ async def running_server(arguments: Sequence[str]) -> AsyncIterator[DemoServer]:
 
 
 async def _when_ready(process: Process, ready_file: Path, log: ServerLog) -> DemoServer:
-    """Wait for the ports and then for the model; a first start fetches it, and no time is too long for that."""
+    """Wait for the ports and then for the model; a first start fetches it, so there is no limit of time."""
     ended = asyncio.ensure_future(process.wait())
     ready = asyncio.ensure_future(_poll_until_ready(ready_file))
     try:
@@ -154,7 +160,7 @@ async def _when_ready(process: Process, ready_file: Path, log: ServerLog) -> Dem
 
 
 async def _poll_until_ready(ready_file: Path) -> DemoServer:
-    while (server := _listening(ready_file)) is None:
+    while (server := _listening(ready_file)) is None:  # noqa: ASYNC110  another process's file
         await asyncio.sleep(_POLL_S)
     async with InferenceClient(server.target) as client:
         while await client.health() is not ServingStatus.SERVING:  # noqa: ASYNC110  another process's state

@@ -1,0 +1,262 @@
+"""The command as its users run it: a program with arguments, output and an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from headrace.v1 import generation_pb2
+
+from tests.support.fake_scripts import Accept, Say, Step, bad_request, fails, says
+from tests.support.fake_server import running_fake_server
+from tests.support.programs import HEADRACE, run_headrace, start_headrace
+
+COMMANDS = ("generate", "chat", "health", "demo")
+NOBODY = "127.0.0.1:1"
+
+WITHOUT_SERVER = (
+    sys.executable,
+    "-c",
+    "import sys; sys.modules['torch'] = None; from headrace.clients.cli import main; main()",
+)
+"""The command in an installation without the server extra: there, too, find_spec('torch') is None."""
+
+
+HELP_AND_LIST_MODULES = """
+import sys, headrace.clients.cli as cli
+try:
+    cli.app(["--help"])
+except SystemExit:
+    print([name for name in ("grpc", "google.protobuf", "torch") if name in sys.modules])
+"""
+
+
+async def says_and_hangs(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
+    yield Accept()
+    yield Say("one")
+    await asyncio.Event().wait()
+
+
+def is_one_clear_line(text: str) -> bool:
+    """An error as a person wants it."""
+    return text.startswith("headrace: ") and text.count("\n") == 1 and "Traceback" not in text
+
+
+async def test_help_lists_every_command_and_needs_no_grpc() -> None:
+    outcome = await run_headrace("--help")
+    assert outcome.status == 0
+    for command in ("serve", "pull", *COMMANDS):
+        assert f" {command} " in outcome.out
+    loaded = await run_headrace(
+        program=(
+            sys.executable,
+            "-c",
+            HELP_AND_LIST_MODULES,
+        )
+    )
+    assert loaded.out.endswith("[]\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_each_command_explains_every_option(command: str) -> None:
+    outcome = await run_headrace(command, "--help")
+    assert outcome.status == 0
+    options = [line for line in outcome.out.splitlines() if line.startswith("│ -")]
+    assert options
+    for line in options:
+        assert line.rstrip("│ ").rpartition("  ")[2].strip(), f"no explanation: {line}"
+
+
+async def test_version_is_printed() -> None:
+    outcome = await run_headrace("--version")
+    assert outcome.out.startswith("headrace 0.")
+
+
+async def test_health_is_an_exit_status() -> None:
+    async with running_fake_server() as server:
+        good = await run_headrace("health", "--target", server.target)
+        await server.set_serving(False)
+        bad = await run_headrace("health", "--target", server.target)
+        unknown = await run_headrace("health", "--target", server.target, "--service", "no.such")
+    nobody = await run_headrace("health", "--target", NOBODY)
+    assert (good.status, good.out) == (0, "SERVING\n")
+    assert (bad.status, bad.out) == (1, "NOT_SERVING\n")
+    assert unknown.status == 1
+    assert nobody.status == 1
+    assert is_one_clear_line(nobody.err)
+    assert "headrace serve" in nobody.err
+
+
+async def test_generate_prints_the_answer_and_nothing_else() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "to be or", "-t", server.target, "--max-tokens", "4")
+    assert (outcome.status, outcome.out, outcome.err) == (0, "to be or to \n", "")
+
+
+async def test_generate_chats_where_the_model_can_and_otherwise_continues_text() -> None:
+    async with running_fake_server() as server:
+        await run_headrace("generate", "hi", "-t", server.target)
+        await run_headrace("generate", "hi", "-t", server.target, "--raw")
+        await run_headrace("generate", "hi", "-t", server.target, "--system", "Be brief.")
+    async with running_fake_server(has_chat_template=False) as base:
+        await run_headrace("generate", "hi", "-t", base.target)
+    kinds = [start.WhichOneof("prompt") for start in server.record.starts + base.record.starts]
+    assert kinds == ["chat", "text", "chat", "text"]
+    assert [message.role for message in server.record.starts[2].chat.messages] == ["system", "user"]
+
+
+async def test_generate_sends_what_was_given_and_no_more() -> None:
+    async with running_fake_server() as server:
+        await run_headrace("generate", "hi", "-t", server.target, "--raw")
+        everything = (
+            "--max-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 18446744073709551615"
+            " --stop-token-id 4 --stop-token-id 5 --ignore-eos --time-limit 2.5 --special-tokens --model fake"
+        )
+        await run_headrace("generate", "hi", "-t", server.target, "--raw", *everything.split())
+    nothing, all_given = server.record.starts
+    nothing.ClearField("request_id")
+    all_given.ClearField("request_id")
+    assert nothing == generation_pb2.StartGeneration(text="hi")
+    expected = generation_pb2.StartGeneration(
+        text="hi",
+        model="fake",
+        sampling=generation_pb2.SamplingOptions(
+            temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=2**64 - 1
+        ),
+        stop=generation_pb2.StopOptions(max_tokens=5, token_ids=[4, 5], ignore_eos=True),
+        output=generation_pb2.OutputOptions(skip_special_tokens=False),
+    )
+    expected.time_limit.FromMilliseconds(2500)
+    assert all_given == expected
+
+
+async def test_generate_reads_a_prompt_from_standard_input() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "-", "-t", server.target, "--raw", stdin="from a pipe\n")
+    assert outcome.out == "from a pipe \n"
+
+
+async def test_generate_as_json_is_one_object() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "to be", "-t", server.target, "--json", "--seed", "7")
+    answer = json.loads(outcome.out)
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("to be ", [0, 1], "stop")
+    assert answer["sampling"]["seed"] == 7
+    assert answer["usage"]["num_completion_tokens"] == 2
+
+
+async def test_generate_tells_figures_on_standard_error_when_asked() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "to be", "-t", server.target, "--stats", "--seed", "7")
+    assert outcome.out == "to be \n"
+    assert "2 prompt tokens, 2 tokens in" in outcome.err
+    assert "ended by stop, seed 7" in outcome.err
+
+
+async def test_a_refusal_is_one_line_that_names_the_fault() -> None:
+    refusal = fails(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "sampling.top_p: must be above 0,\ngot 0",
+        bad_request(sampling__top_p="x"),
+    )
+    async with running_fake_server(default=refusal) as server:
+        outcome = await run_headrace("generate", "hi", "-t", server.target, "--top-p", "0")
+    assert outcome.status == 2
+    assert outcome.err == "headrace: sampling.top_p: must be above 0, got 0\n"
+
+
+async def test_a_servers_fault_is_one_line_and_another_status() -> None:
+    async with running_fake_server(default=fails(grpc.StatusCode.INTERNAL, "the model failed")) as server:
+        outcome = await run_headrace("generate", "hi", "-t", server.target)
+    assert (outcome.status, outcome.err) == (1, "headrace: the model failed\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "hi", "--raw", "--seed", "-1"), "sampling.seed"),
+        (("generate", "hi", "--raw", "--system", "x"), "--system needs a chat"),
+        (("generate", "hi", "--max-tokens", "many"), "valid integer"),
+        (("generate",), "Missing argument"),
+        (("generate", "hi", "--modle", "x"), "--modle"),
+        (("nonsense",), "nonsense"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_command_line_is_said_without_a_traceback(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    outcome = await run_headrace(*arguments)
+    assert outcome.status == 2
+    assert said in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+async def test_a_model_that_is_not_served_is_named_beside_those_that_are() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "hi", "-t", server.target, "--model", "other")
+    assert outcome.status == 1
+    assert "'other'; there is: fake" in outcome.err
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat",)], ids=str)
+async def test_nobody_there_is_one_line(command: tuple[str, ...]) -> None:
+    outcome = await run_headrace(*command, "-t", NOBODY)
+    assert outcome.status == 1
+    assert is_one_clear_line(outcome.err)
+
+
+async def test_ctrl_c_ends_generate_and_cancels_the_request() -> None:
+    async with running_fake_server(says_and_hangs) as server:
+        process = await start_headrace("generate", "hi", "-t", server.target)
+        assert process.stdout is not None
+        assert await process.stdout.readexactly(3) == b"one"
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+        await server.record.until(lambda record: len(record.cancelled) == 1)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+async def test_a_reader_that_goes_away_ends_generate_quietly() -> None:
+    async with running_fake_server(default=says(*["word "] * 20_000)) as server:
+        process = await asyncio.create_subprocess_shell(
+            f"{' '.join(HEADRACE)} generate hi -t {server.target} | head -c 5; exit ${{PIPESTATUS[0]}}",
+            executable="/bin/bash",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+    assert out == b"word "
+    assert err == b""
+
+
+@pytest.mark.parametrize(
+    "command", [("serve", "--model", "x"), ("serve", "--help"), ("pull", "x"), ("demo",)], ids=str
+)
+async def test_without_the_server_extra_it_says_exactly_what_to_install(command: tuple[str, ...]) -> None:
+    outcome = await run_headrace(*command, program=WITHOUT_SERVER)
+    assert outcome.status == 2
+    assert is_one_clear_line(outcome.err)
+    assert outcome.err.endswith("Install it: pip install 'headrace[server]'\n")
+
+
+async def test_without_the_server_extra_the_rest_works() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "hi", "-t", server.target, program=WITHOUT_SERVER)
+    assert (outcome.status, outcome.out) == (0, "hi \n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("serve", "--help"), ("pull", "--help"), ("serve", "--no-such")], ids=str
+)
+async def test_the_servers_commands_are_the_servers_own_program(arguments: tuple[str, ...]) -> None:
+    through_us = await run_headrace(*arguments)
+    directly = await run_headrace(*arguments, program=(sys.executable, "-m", "headrace.service"))
+    assert through_us == directly
+    assert through_us.out or through_us.err

@@ -1,0 +1,116 @@
+"""Runs the `headrace` command as a program of its own, on pipes or on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+HEADRACE = (sys.executable, "-m", "headrace.clients.cli")
+
+# Becomes the leader of a session whose terminal is argv[1], so that ^C typed there is SIGINT.
+_ON_TERMINAL = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for fd in (0, 1, 2):
+    os.dup2(terminal, fd)
+os.close(terminal)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+async def run_headrace(*arguments: str, stdin: str = "", program: tuple[str, ...] = HEADRACE) -> Outcome:
+    """Run to the end."""
+    process = await start_headrace(*arguments, program=program)
+    out, err = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    return Outcome(process.returncode, out.decode(), err.decode())
+
+
+async def start_headrace(*arguments: str, program: tuple[str, ...] = HEADRACE) -> Process:
+    """Start with its standard streams on pipes."""
+    return await asyncio.create_subprocess_exec(
+        *program, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=_environment()
+    )
+
+
+class Terminal:
+    """A program's terminal, from the side of who sits before it."""
+
+    def __init__(self, process: Process, fd: int) -> None:
+        self.process = process
+        self.seen = ""
+        self._fd = fd
+        self._changed = asyncio.Event()
+        self._is_open = True
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self._read)
+
+    def type(self, text: str) -> None:
+        """Press keys; \\x03 is Ctrl-C, \\x04 Ctrl-D."""
+        os.write(self._fd, text.encode())
+
+    async def until(self, text: str) -> None:
+        """Wait until `text` is seen; what came up to it is then forgotten."""
+        while text not in self.seen:
+            assert self._is_open, f"{text!r} never came; there was: {self.seen!r}"
+            self._changed.clear()
+            await self._changed.wait()
+        self.seen = self.seen.partition(text)[2]
+
+    def close(self) -> None:
+        """Switch it off."""
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+
+    def _read(self) -> None:
+        try:
+            chunk = os.read(self._fd, 65536)
+        except OSError:
+            chunk = b""  # how a terminal says that its other side is closed
+        if not chunk:
+            self._is_open = False
+            asyncio.get_running_loop().remove_reader(self._fd)
+        self.seen += chunk.decode(errors="replace")
+        self._changed.set()
+
+
+@asynccontextmanager
+async def headrace_on_terminal(*arguments: str) -> AsyncIterator[Terminal]:
+    """Start on a terminal; it is ended when the block is left."""
+    ours, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _ON_TERMINAL, os.ttyname(theirs)),
+        *HEADRACE,
+        *arguments,
+        start_new_session=True,
+        env={**_environment(), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+    )
+    terminal = Terminal(process, ours)
+    try:
+        yield terminal
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(theirs)
+        terminal.close()
+
+
+def _environment() -> dict[str, str]:
+    # Wide enough that no message is wrapped; the rest is what the test itself runs with.
+    return {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
