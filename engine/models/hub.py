@@ -137,4 +137,5 @@ def _convert(gguf: Path, folder: Path, progress: LoadProgress | None) -> None:
 
 
 def _what_is_possible(sources: Sources) -> str:
-    return f"give a model folder, a GGUF file, hf:organisation/name, or one of {', '.join(sorted(sources.known))}"
+    names = ", ".join(sorted(sources.known))
+    return f"give a model folder, a GGUF file, hf:organisation/name, or one of {names}"

@@ -41,7 +41,7 @@ def test_another_architecture_is_refused_with_the_list_of_what_is_supported(name
 
 
 def test_a_config_that_names_no_architecture_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="architectures is missing.*LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match=r"architectures is missing.*LlamaForCausalLM"):
         spec_with(architectures=[])
 
 
@@ -53,7 +53,7 @@ def test_a_missing_size_is_named(field: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "64", True, [64]])
 def test_a_size_that_is_no_positive_whole_number_is_refused(value: object) -> None:
-    with pytest.raises(ModelLoadError, match="hidden_size is .*whole number of 1 or more"):
+    with pytest.raises(ModelLoadError, match=r"hidden_size is .*whole number of 1 or more"):
         spec_with(hidden_size=value)
 
 
