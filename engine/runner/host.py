@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 from pathlib import Path
 
@@ -35,15 +34,21 @@ def prepare_host(num_threads: int | None) -> int:
 def usable_cores() -> int:
     """Cores that this process may use: torch's own count, within the affinity mask and the group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), allowed, _quota(Path("/sys/fs/cgroup/cpu.max"))))
+    quota = cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
+    cores = min(torch.get_num_threads(), allowed)
+    return max(1, cores if quota is None else min(cores, quota))
 
 
-def _quota(file: Path) -> int:
-    """Whole cores that the control group's CPU quota comes to; very many where there is none."""
+def cpu_quota(file: Path) -> int | None:
+    """Whole cores that a control group may use at once, one at least; None where it sets no limit.
+
+    Args:
+        file: its ``cpu.max``, which need not exist.
+    """
     if not file.is_file():
-        return 2**30
+        return None
     quota, period = file.read_text().split()
-    return 2**30 if quota == "max" else max(1, math.floor(int(quota) / int(period)))
+    return None if quota == "max" else max(1, int(quota) // int(period))
 
 
 def _keep_freed_memory() -> None:
