@@ -37,6 +37,8 @@ class StopSignals:
         if not self._first.is_set():
             self._first.set()
             return
+        if self._second.is_set():
+            return
         self.exit_code = 128 + signum
         self._second.set()
         # A step that hangs holds up an orderly end.

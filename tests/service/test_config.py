@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from headrace.engine import BatchingPolicy
+from headrace.service.config import (
+    InvalidConfig,
+    ServiceConfig,
+    default_cache_dir,
+    environment_doubts,
+    load_config,
+)
+from headrace.service.limits import Limits
+
+MODEL = ("--model", "m")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ServiceConfig.model_fields:
+        monkeypatch.delenv(f"HEADRACE_{name.upper()}", raising=False)
+
+
+def yaml_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "headrace.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def problems(*argv: str) -> tuple[str, ...]:
+    with pytest.raises(InvalidConfig) as refusal:
+        load_config(argv)
+    return refusal.value.problems
+
+
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ("--config", yaml_file(tmp_path, "max_num_seqs: 2\nport: 3\nblock_size: 4\n"))
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("HEADRACE_PORT", "6")
+    config = load_config((*MODEL, *file, "--max-num-seqs", "7"))
+    assert (config.max_num_seqs, config.port, config.block_size, config.control_port) == (7, 6, 4, 50052)
+
+
+def test_the_file_may_be_named_by_a_variable_and_name_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CONFIG", yaml_file(tmp_path, "model: from-file\n"))
+    assert load_config(()).model == "from-file"
+    assert load_config(("--config=" + yaml_file(tmp_path, "model: other\n"),)).model == "other"
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("1024", 1024), ("64MB", 64_000_000), ("64MiB", 64 * 2**20), ("1.5 GiB", 3 * 2**29)],
+)
+def test_sizes_are_written_as_people_write_them(size: str, num_bytes: int) -> None:
+    assert load_config((*MODEL, "--kv-memory", size)).kv_memory == num_bytes
+
+
+def test_a_switch_can_be_turned_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(MODEL).reflection
+    assert not load_config((*MODEL, "--no-reflection")).reflection
+    monkeypatch.setenv("HEADRACE_REFLECTION", "false")
+    assert not load_config(MODEL).reflection
+    assert load_config((*MODEL, "--reflection")).reflection
+
+
+def test_no_model_says_the_three_ways_to_name_one() -> None:
+    (problem,) = problems()
+    assert "--model" in problem
+    assert "HEADRACE_MODEL" in problem
+
+
+def test_a_misspelt_flag_is_answered_with_the_nearest() -> None:
+    assert problems(*MODEL, "--max-num-seq", "3") == (
+        "--max-num-seq is not known: did you mean --max-num-seqs?",
+    )
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "kv_memroy: 1\nmax-num-seqs: 2\nzzz: 3\n")
+    assert problems(*MODEL, "--config", path) == (
+        f"{path}: key 'kv_memroy' is not known: did you mean kv_memory?",
+        f"{path}: key 'max-num-seqs' is not known: did you mean max_num_seqs?",
+        f"{path}: key 'zzz' is not known; see headrace serve --help",
+    )
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [", "a: \x00"])
+def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str) -> None:
+    (problem,) = problems(*MODEL, "--config", yaml_file(tmp_path, text))
+    assert "headrace.yaml" in problem
+    assert "\n" not in problem
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    (problem,) = problems(*MODEL, "--config", str(tmp_path / "none.yaml"))
+    assert "can't be read" in problem
+
+
+def test_each_wrong_value_is_one_line_that_names_where_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_BLOCK_SIZE", "none")
+    told = problems(
+        *MODEL,
+        *("--port", "70000", "--dtype=int4", "--kv-memory", "3 parsecs"),
+        *("--config", yaml_file(tmp_path, "drain_grace_s: -1\n")),
+    )
+    starts = ["--port:", "--dtype:", "HEADRACE_BLOCK_SIZE:", "--kv-memory:", "key drain_grace_s of the file:"]
+    assert sorted(line.split(":")[0] + ":" for line in told) == sorted(starts)
+    assert any("70000" in line for line in told)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_times_are_finite(value: str) -> None:
+    (problem,) = problems(*MODEL, f"--drain-grace-s={value}")
+    assert problem.startswith("--drain-grace-s")
+
+
+def test_limits_that_contradict_each_other_are_refused() -> None:
+    (problem,) = problems(*MODEL, "--max-num-seqs", "100", "--max-num-batched-tokens", "50")
+    assert "max_num_batched_tokens=50 is below max_num_seqs=100" in problem
+    (problem,) = problems(*MODEL, "--kv-memory", "1GiB", "--num-blocks", "50")
+    assert "leave one out" in problem
+
+
+def test_a_variable_that_kubernetes_sets_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_PORT", "tcp://10.0.0.1:50051")
+    told = problems(*MODEL)
+    assert told[0].startswith("HEADRACE_PORT: ")
+    assert "enableServiceLinks: false" in told[1]
+
+
+def test_a_misspelt_variable_raises_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("HEADRACE_SOMETHING_ELSE", "3")
+    assert list(environment_doubts()) == [
+        "HEADRACE_MAX_NUM_SEQ is not known: did you mean HEADRACE_MAX_NUM_SEQS?"
+    ]
+
+
+def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        load_config(("--help",))
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for name, setting in ServiceConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert setting.description
+    assert "(default: 50051)" in text
+    assert "16.0MiB" in text
+    assert "null" not in text
+
+
+def test_the_engine_is_told_what_was_asked() -> None:
+    config = load_config(
+        (
+            *MODEL,
+            *("--served-model-name", "name", "--dtype", "bfloat16", "--max-model-len", "99"),
+            *(
+                "--block-size",
+                "4",
+                "--num-blocks",
+                "50",
+                "--max-num-seqs",
+                "3",
+                "--max-num-batched-tokens",
+                "7",
+            ),
+            *("--max-prefill-chunk", "5", "--max-num-waiting", "6", "--batching", "static", "--threads", "2"),
+        )
+    )
+    engine = config.engine_config(Path("/models/m"))
+    assert (engine.model.path, engine.model.name) == (Path("/models/m"), "name")
+    assert (engine.model.dtype, engine.model.max_model_len) == ("bfloat16", 99)
+    assert (engine.cache.block_size, engine.cache.num_blocks, engine.num_threads) == (4, 50, 2)
+    scheduler = engine.scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_prefill_chunk) == (
+        3,
+        7,
+        5,
+    )
+    assert (scheduler.max_num_waiting, scheduler.batching) == (6, BatchingPolicy.STATIC)
+
+
+def test_the_defaults_of_flags_and_limits_agree() -> None:
+    assert load_config(MODEL).limits() == Limits()
+
+
+def test_models_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == Path("/somewhere/headrace")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_config(MODEL).cache == Path("/home/someone/.cache/headrace")
+    monkeypatch.setenv("HEADRACE_CACHE", "/elsewhere")
+    assert load_config(MODEL).cache == Path("/elsewhere")
