@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, as tokenizer files that the reference library reads.
 
 Such a file names how text is cut up before its merges apply (`tokenizer.ggml.pre`) but doesn't say what the
-name means: only names whose meaning is known here are taken. A wrong guess gives the right ids for most texts and
-so would go unnoticed.
+name means: only names whose meaning is known here are taken. A wrong guess gives right ids for most texts,
+and so would go unnoticed.
 """
 
 from __future__ import annotations

