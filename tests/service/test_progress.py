@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import threading
+
+import structlog
+from headrace.service.progress import ShownProgress
+
+
+def test_without_a_terminal_a_stage_is_a_handful_of_lines() -> None:
+    with structlog.testing.capture_logs() as logs, ShownProgress() as progress:
+        for done in range(1001):
+            progress("reading weights", done, 1000)
+        progress("reading weights", 1000, 1000)
+    percents = [entry["percent"] for entry in logs]
+    assert {entry["stage"] for entry in logs} == {"reading weights"}
+    assert percents[0] == 0
+    assert percents[-1] == 100
+    assert len(percents) == len(set(percents)) == 5
+
+
+def test_a_stage_of_unknown_length_is_told_once() -> None:
+    with structlog.testing.capture_logs() as logs, ShownProgress() as progress:
+        for done in range(100):
+            progress("fetching", done, 0)
+    assert len(logs) == 1
+
+
+def test_it_may_be_told_from_several_threads_at_once() -> None:
+    with structlog.testing.capture_logs() as logs, ShownProgress() as progress:
+
+        def load() -> None:
+            for done in range(101):
+                progress("stage", done, 100)
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(logs) == 5
