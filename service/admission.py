@@ -168,6 +168,8 @@ def admit(parsed: Parsed, token_ids: tuple[int, ...]) -> Admitted:
         # The engine counts from now on; the promise counts from arrival.
         time_limit_s=None if limit_s is None else max(1e-3, limit_s - (time.monotonic() - parsed.arrival_s)),
         deadline_s=parsed.deadline_s,
+        isolation_key=start.cache_salt,
+        uses_prefix_cache=start.uses_prefix_cache,
     )
     try:
         stream = engine.submit(request)

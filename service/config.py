@@ -114,6 +114,10 @@ class ServiceConfig(BaseSettings):
     )
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of --kv-memory")
 
+    prefix_caching: bool = Field(
+        True, description="whether requests that begin alike share the KV of their full blocks"
+    )
+
     batching: Literal["continuous", "static"] = Field(
         "continuous",
         description="when waiting requests join: at every step, or when the last batch is finished",
@@ -202,7 +206,7 @@ class ServiceConfig(BaseSettings):
                 max_model_len=self.max_model_len,
                 attention_backend=self.attention_backend,
             ),
-            cache=CacheConfig(self.block_size, self.num_blocks, self.kv_memory),
+            cache=CacheConfig(self.block_size, self.num_blocks, self.kv_memory, self.prefix_caching),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,

@@ -65,8 +65,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def FlushCache(
         self, request: control_pb2.FlushCacheRequest, context: Context
     ) -> control_pb2.FlushCacheResponse:
-        """Not in this build: there is no prefix cache to flush."""
-        raise not_offered("FlushCache")
+        """Forget all cached KV that no live request uses."""
+        return control_pb2.FlushCacheResponse(num_blocks_flushed=self._serving.model().engine.flush_cache())
 
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: Context

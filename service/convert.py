@@ -49,6 +49,8 @@ class Start:
     Args:
         label: the client's request_id; empty when the server is to make one.
         wants_token_ids: whether events carry ids.
+        cache_salt: KV is shared only between requests of equal salts.
+        uses_prefix_cache: whether KV is taken from the prefix cache and left there.
     """
 
     label: str
@@ -58,6 +60,8 @@ class Start:
     output: OutputParams
     wants_token_ids: bool
     time_limit_s: float | None
+    cache_salt: str
+    uses_prefix_cache: bool
 
 
 def start_from_proto(
@@ -76,6 +80,10 @@ def start_from_proto(
     violations += _label_violations(start.request_id, needs_label)
     violations += _prompt_violations(start, model, limits)
     violations += _stop_violations(start.stop, model, limits)
+    if len(start.cache.salt) > limits.max_cache_salt_len:
+        violations.append(
+            FieldViolation("cache.salt", f"must be at most {limits.max_cache_salt_len} characters")
+        )
     sampling = SamplingParams()
     try:
         sampling = _sampling_from_proto(start.sampling, seed)
@@ -113,6 +121,8 @@ def start_from_proto(
         output=OutputParams(wants_text=wants_text, skip_special_tokens=skips_special),
         wants_token_ids=not start.output.HasField("token_ids") or start.output.token_ids,
         time_limit_s=time_limit_s,
+        cache_salt=start.cache.salt,
+        uses_prefix_cache=not start.cache.bypass,
     )
 
 

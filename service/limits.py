@@ -25,6 +25,7 @@ class Limits:
         max_messages, max_tools: parts of a conversation.
         max_stop_token_ids: stop ids of one request.
         max_stop_strings, max_stop_string_bytes: stop strings of one request, and the size of each.
+        max_cache_salt_len: characters of a cache salt.
         max_detokenized_ids: ids of one Detokenize call.
         max_request_s: longest time that any request may take, queueing included, seconds.
         max_pending_texts: texts that wait for a tokenizer thread; one more is refused as overload.
@@ -39,6 +40,7 @@ class Limits:
     max_stop_token_ids: int = 256
     max_stop_strings: int = 32
     max_stop_string_bytes: int = 1024
+    max_cache_salt_len: int = 256
     max_detokenized_ids: int = 131_072
     max_request_s: float = 3600.0
     max_pending_texts: int = 1024

@@ -46,8 +46,6 @@ _OFF: Final[dict[str, object]] = {
     "output.echo": False,
     "n": 1,
     "priority": 0,
-    "cache.salt": "",
-    "cache.bypass": False,
     "speculation.enabled": False,
     "speculation.num_speculative_tokens": 0,
     "initial_credit": _NOTHING,

@@ -15,7 +15,7 @@ from headrace.v1.generation_pb2 import GenerateRequest
 
 from tests.support.fake_runner import expected_output
 from tests.support.server_process import ServerProcess, server_process
-from tests.support.service import PROMPT, GenerateCall, ids_of, make_start, rest_of
+from tests.support.service import PROMPT, GenerateCall, ids_of, make_start, rest_of, until
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
@@ -111,8 +111,7 @@ async def test_a_step_that_hangs_does_not_hold_up_a_second_signal(ready_file: Pa
         await server.until_health(NOT_SERVING)
         await server.until_health(NOT_SERVING, "liveness")
         server.send(signal.SIGTERM)
-        while not any('"draining"' in line for line in server.lines):
-            await asyncio.sleep(0.01)
+        await until(lambda: any('"draining"' in line for line in server.lines))
         server.send(signal.SIGTERM)
         assert await server.exit_code() == 128 + signal.SIGTERM
         with pytest.raises(grpc.aio.AioRpcError):

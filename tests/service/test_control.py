@@ -127,13 +127,19 @@ async def test_a_negative_grace_is_refused_and_nothing_is_drained() -> None:
 
 async def test_what_this_build_does_not_have_says_so() -> None:
     async with running_service() as service:
-        for call in (
-            service.control.FlushCache(FlushCacheRequest()),
-            service.control.SetLatencyBudget(SetLatencyBudgetRequest()),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await call
-            assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.control.SetLatencyBudget(SetLatencyBudgetRequest())
+    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_flush_forgets_what_the_prefix_cache_holds() -> None:
+    async with running_service() as service:
+        await generate_ids(service, make_start(prompt=range(1, 13), max_tokens=1))
+        cached = (await service.control.GetLoad(GetLoadRequest())).blocks.cached
+        flushed = (await service.control.FlushCache(FlushCacheRequest())).num_blocks_flushed
+        again = (await service.control.GetLoad(GetLoadRequest())).blocks
+    assert cached == flushed == 3
+    assert (again.cached, again.free) == (0, again.total)
 
 
 async def test_while_loading_there_is_no_load_to_tell() -> None:

@@ -136,8 +136,7 @@ BAD_FIELDS: list[tuple[StartGeneration, str]] = [
     (make_start("a", n=2**32 - 1), "n"),
     (make_start("a", priority=1), "priority"),
     (make_start("a", priority=-1), "priority"),
-    (make_start("a", cache=CacheOptions(salt="x")), "cache.salt"),
-    (make_start("a", cache=CacheOptions(bypass=True)), "cache.bypass"),
+    (make_start("a", cache=CacheOptions(salt="x" * 257)), "cache.salt"),
     (make_start("a", speculation=SpeculationOptions(enabled=True)), "speculation.enabled"),
     (
         make_start("a", speculation=SpeculationOptions(num_speculative_tokens=3)),
@@ -251,6 +250,7 @@ def test_fields_that_are_not_set_take_the_defaults() -> None:
         True,
     )
     assert start.time_limit_s is None
+    assert (start.cache_salt, start.uses_prefix_cache) == ("", True)
 
 
 def test_fields_that_are_set_arrive() -> None:
@@ -258,6 +258,7 @@ def test_fields_that_are_set_arrive() -> None:
         StartGeneration(
             request_id="a",
             token_ids=TokenIds(ids=[3, 4]),
+            cache=CacheOptions(salt="pepper", bypass=True),
             sampling=SamplingOptions(temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**64 - 1),
             stop=StopOptions(
                 max_tokens=3, token_ids=[5, 5, 6], ignore_eos=True, strings=["x"], include_stop=True
@@ -272,6 +273,7 @@ def test_fields_that_are_set_arrive() -> None:
         3, frozenset({5, 6}), ignore_eos=True, strings=("x",), is_stop_included=True
     )
     assert start.time_limit_s == 1.5
+    assert (start.cache_salt, start.uses_prefix_cache) == ("pepper", False)
     assert (start.output.wants_text, start.output.skip_special_tokens, start.wants_token_ids) == (
         False,
         False,
@@ -305,7 +307,7 @@ def test_a_refusal_never_quotes_what_was_sent() -> None:
     secret = "tell-nobody"
     starts: list[Callable[[], StartGeneration]] = [
         lambda: make_start(f"{secret}\n"),
-        lambda: make_start("a", cache=CacheOptions(salt=secret)),
+        lambda: make_start("a", cache=CacheOptions(salt=secret * 100)),
         lambda: stop(strings=[secret * 1000]),
         lambda: make_start("a", constraint=Constraint(regex=secret)),
         lambda: sampling(bad_words=[secret]),

@@ -12,6 +12,7 @@ from headrace.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     FINISH_REASON_TIME_LIMIT,
+    CacheOptions,
     ChatMessage,
     ChatPrompt,
     GenerateOnceRequest,
@@ -134,6 +135,19 @@ async def test_a_stop_string_ends_the_answer_and_is_left_out_unless_wanted() -> 
     assert without[-1].finished.matched_stop.text == stop
     assert "".join(event.delta.text for event in without) == text[: text.index(stop)]
     assert "".join(event.delta.text for event in with_it) == text[: text.index(stop) + 2]
+
+
+async def test_a_prompt_seen_before_is_not_computed_again_unless_the_request_keeps_apart() -> None:
+    async def cached_tokens(cache: CacheOptions) -> int:
+        events = await generate(service, make_start(prompt=range(1, 14), max_tokens=1, cache=cache))
+        return events[-1].finished.usage.cached_tokens
+
+    async with running_service() as service:
+        assert await cached_tokens(CacheOptions()) == 0
+        assert await cached_tokens(CacheOptions()) == 12
+        assert await cached_tokens(CacheOptions(bypass=True)) == 0
+        assert await cached_tokens(CacheOptions(salt="apart")) == 0
+        assert await cached_tokens(CacheOptions(salt="apart")) == 12
 
 
 async def test_an_end_id_is_ignored_on_request() -> None:
