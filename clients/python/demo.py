@@ -36,6 +36,7 @@ async def run_demo(
     dtype: str,
     json_path: Path | None = None,
     requests: Sequence[DemoRequest] = DEMO_REQUESTS,
+    command: Sequence[str] | None = None,
 ) -> None:
     """Serve `model`, run the requests under each batching policy, and print both side by side.
 
@@ -43,6 +44,8 @@ async def run_demo(
         model, dtype: as for `headrace serve`.
         num_slots: most requests in one step.
         json_path: file for the figures.
+        requests: what to ask.
+        command: starts the server, arguments follow; None is `headrace serve`.
 
     Raises:
         DemoFailedError: the server did not start or did not last.
@@ -55,7 +58,7 @@ async def run_demo(
             console.print(f"Starting a server of {model} with {batching} batching …", markup=False)
             arguments = ("--model", model, "--dtype", dtype, "--max-num-seqs", f"{num_slots}")
             try:
-                async with running_server([*arguments, "--batching", batching]) as server:
+                async with running_server([*arguments, "--batching", batching], command) as server:
                     title = (
                         f"{batching} batching: {len(requests)} requests over {num_slots} slots, one stream"
                     )

@@ -93,10 +93,12 @@ class DemoServer:
 
     Args:
         target, control_target: where it listens, "host:port".
+        pid: its process.
     """
 
     target: str
     control_target: str
+    pid: int
 
 
 @asynccontextmanager
@@ -107,7 +109,7 @@ async def running_server(
 
     Args:
         arguments: further ones of `headrace serve`.
-        command: starts the server's program.
+        command: starts the server, arguments follow; None is `headrace serve`.
 
     Raises:
         ServerFailedError: it did not start, or was found dead when the block failed.
@@ -117,8 +119,7 @@ async def running_server(
         log = ServerLog()
         # In a session of its own: Ctrl-C is for us, and we tell the server.
         process = await asyncio.create_subprocess_exec(
-            *(command or service_command()),
-            "serve",
+            *(command or [*service_command(), "serve"]),
             *("--port", "0", "--control-port", "0", "--ready-file", str(ready_file)),
             *("--lame-duck-s", "0", "--drain-grace-s", "1"),
             *("--log-level", "warning" if log.is_terminal else "info"),
@@ -172,7 +173,7 @@ def _listening(ready_file: Path) -> DemoServer | None:
     if not ready_file.exists():
         return None
     ports = json.loads(ready_file.read_text(encoding="utf-8"))
-    return DemoServer(f"127.0.0.1:{ports['port']}", f"127.0.0.1:{ports['control_port']}")
+    return DemoServer(f"127.0.0.1:{ports['port']}", f"127.0.0.1:{ports['control_port']}", pid=ports["pid"])
 
 
 async def _stop(process: Process) -> None:

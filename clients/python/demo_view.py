@@ -8,13 +8,15 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from headrace.clients.events import Load
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-_TAIL_CHARACTERS = 400
 _LOAD_LINE_EVERY_S = 1.0
+_FIXED_WIDTH = 26
+"""Characters of a table row that are neither question nor answer."""
 
 
 @dataclass
@@ -90,10 +92,12 @@ class LiveView:
         table.add_column("state", width=7)
         table.add_column("tokens", justify="right", width=7)
         table.add_column("tok/s", justify="right", width=5)
-        table.add_column("text", ratio=1, no_wrap=True, overflow="crop")
-        width = max(10, self._console.width - 26)
+        question_width = min(36, max(12, (self._console.width - _FIXED_WIDTH) * 2 // 5))
+        table.add_column("question", width=question_width, no_wrap=True, overflow="ellipsis")
+        table.add_column("answer", ratio=1, no_wrap=True, overflow="crop")
+        answer_width = max(8, self._console.width - _FIXED_WIDTH - question_width)
         for row in rows:
-            table.add_row(*_cells(row, now_s, width))
+            table.add_row(*_cells(row, now_s, answer_width))
         title = Text(self._title, style="bold", no_wrap=True, overflow="ellipsis")
         return Group(title, table, Text(_totals(now_s, rows, load), style="bold", no_wrap=True))
 
@@ -122,7 +126,8 @@ class PlainView:
             if row.state != self._told.get(row.number, "waiting"):
                 self._told[row.number] = row.state
                 self._line(_event_line(row, now_s))
-        if now_s >= self._next_load_line_s:
+        is_over = all(row.state == "done" for row in rows)
+        if now_s >= self._next_load_line_s or is_over:
             self._next_load_line_s = now_s + _LOAD_LINE_EVERY_S
             self._line(_totals(now_s, rows, load))
 
@@ -130,23 +135,32 @@ class PlainView:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(row: Row, now_s: float, width: int) -> tuple[RenderableType, ...]:
+def _cells(row: Row, now_s: float, answer_width: int) -> tuple[RenderableType, ...]:
     style = {"waiting": "dim", "running": "green", "done": "blue"}[row.state]
     rate = row.tokens_per_s(now_s)
-    said = " ".join(row.text[-_TAIL_CHARACTERS:].split())
-    text = Text(
-        said if row.state != "waiting" else row.question, style="dim" if row.state != "running" else ""
-    )
-    if text.cell_len > width:
-        # The end of what was said is what is new.
-        text = text[-width:] if row.state == "running" else text
+    said = " ".join(row.text.split())
+    # While it is being made, what is new is at the end.
+    answer = Text(_end_that_fits(said, answer_width) if row.state == "running" else said)
+    if row.state == "done":
+        answer.stylize("dim")
     return (
         str(row.number),
         Text(row.state, style=style),
         f"{len(row.token_ids)}/{row.num_wanted}",
         "" if rate is None else f"{rate:.1f}",
-        text,
+        Text(row.question, style=style),
+        answer,
     )
+
+
+def _end_that_fits(text: str, width: int) -> str:
+    """The longest end of `text` that takes at most `width` cells of the terminal."""
+    num_cells = 0
+    for start in range(len(text) - 1, -1, -1):
+        num_cells += cell_len(text[start])
+        if num_cells > width:
+            return text[start + 1 :]
+    return text
 
 
 def _event_line(row: Row, now_s: float) -> str:

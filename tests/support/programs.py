@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 HEADRACE = (sys.executable, "-m", "headrace.clients.cli")
 
-# Becomes the leader of a session whose terminal is argv[1], so that ^C typed there is SIGINT.
+# Makes its standard input the terminal of its session, so that ^C typed there is SIGINT.
 _ON_TERMINAL = """
-import os, sys
-terminal = os.open(sys.argv[1], os.O_RDWR)
-for fd in (0, 1, 2):
-    os.dup2(terminal, fd)
-os.close(terminal)
-os.execv(sys.argv[2], sys.argv[2:])
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -90,16 +87,22 @@ class Terminal:
 
 
 @asynccontextmanager
-async def headrace_on_terminal(*arguments: str) -> AsyncIterator[Terminal]:
+async def headrace_on_terminal(
+    *arguments: str, program: tuple[str, ...] = HEADRACE
+) -> AsyncIterator[Terminal]:
     """Start on a terminal; it is ended when the block is left."""
     ours, theirs = pty.openpty()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _ON_TERMINAL, os.ttyname(theirs)),
-        *HEADRACE,
+        *(sys.executable, "-c", _ON_TERMINAL),
+        *program,
         *arguments,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
         start_new_session=True,
         env={**_environment(), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
     )
+    os.close(theirs)  # so that the program's end is the terminal's end
     terminal = Terminal(process, ours)
     try:
         yield terminal
@@ -107,7 +110,6 @@ async def headrace_on_terminal(*arguments: str) -> AsyncIterator[Terminal]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        os.close(theirs)
         terminal.close()
 
 
