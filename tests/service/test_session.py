@@ -323,12 +323,12 @@ async def test_the_streams_deadline_ends_all_its_requests() -> None:
 async def test_a_reader_that_pauses_loses_nothing() -> None:
     async with running_service(make_fake_model(max_model_len=1024, num_blocks=1024)) as service:
         session = RawSession(service)
-        await session.start(*(make_start(f"r{i}", prompt=(i + 1,), max_tokens=500) for i in range(4)))
+        await session.start(*(make_start(f"r{i}", prompt=(i + 1,), max_tokens=200) for i in range(4)))
         await session.next()
         await service.engine.wait_idle()
         assert await session.half_close() is grpc.StatusCode.OK
     for i in range(4):
-        assert ids_of(session.events[f"r{i}"]) == expected_output((i + 1,), 500)
+        assert ids_of(session.events[f"r{i}"]) == expected_output((i + 1,), 200)
 
 
 async def test_more_refusals_than_the_backlog_all_arrive() -> None:
