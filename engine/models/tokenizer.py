@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.errors import InvalidRequest, ModelLoadError, NoChatTemplate
 from headrace.engine.tokenizer import Chat, ChatMessage, Tool, ToolCall
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders
 
 if TYPE_CHECKING:
     from transformers import TokenizersBackend
@@ -56,6 +56,10 @@ class HFTokenizer:
         # A folder may bring the settings of the training run; a prompt is never cut or filled up.
         self._backend.no_truncation()
         self._backend.no_padding()
+        # Made now, in tenths of a second: later it would be made while tokens are waited for.
+        self._byte_table = _byte_table(self._backend)
+        added = self._backend.get_added_tokens_decoder()
+        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -142,18 +146,6 @@ class HFTokenizer:
         }
         return frozenset({*parameters, *self._tokenizer.special_tokens_map, "messages", "self"})
 
-    @cached_property
-    def _special_token_ids(self) -> frozenset[int]:
-        added = self._backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
-
-    @cached_property
-    def _byte_table(self) -> Mapping[int, bytes] | None:
-        if not isinstance(self._backend.decoder, decoders.ByteLevel):
-            return None
-        vocabulary: Mapping[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        return {token_id: _bytes_of(spelling) for spelling, token_id in vocabulary.items()}
-
 
 def _byte_alphabet() -> dict[str, int]:
     """The characters that byte-level vocabularies write bytes with, as GPT-2 laid down.
@@ -167,6 +159,14 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+def _byte_table(backend: Tokenizer) -> Mapping[int, bytes] | None:
+    """Bytes of every id of a byte-level vocabulary; None for any other."""
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        return None
+    vocabulary: Mapping[str, int] = backend.get_vocab(with_added_tokens=True)
+    return {token_id: _bytes_of(spelling) for spelling, token_id in vocabulary.items()}
 
 
 def _bytes_of(spelling: str) -> bytes:
