@@ -123,10 +123,9 @@ def test_no_file_is_too_long() -> None:
 
 
 def own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function from `def` to its end, its docstring left out."""
-    docstring = function.body[0] if ast.get_docstring(function) is not None else None
-    skipped = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
-    return (function.end_lineno or 0) - function.lineno + 1 - skipped
+    """Lines of a function's body, its signature and docstring left out."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def public_methods(cls: ast.ClassDef) -> list[str]:
@@ -213,7 +212,7 @@ def test_only_the_service_configuration_reads_the_environment() -> None:
 
 def test_torch_is_imported_only_where_tensors_are() -> None:
     tensor_code = re.compile(
-        r"engine/(batch|kv/storage|(attention|models|speculative)/\w+|sampling/(?!params)\w+|runner/(?!protocol)\w+)\.py"
+        r"engine/(batch|kv/storage|(attention|models|native|speculative)/\w+|sampling/(?!params)\w+|runner/(?!protocol)\w+)\.py"
     )
     importers = {
         name
