@@ -19,7 +19,7 @@ from headrace.engine import (
     TokenEvent,
     load_model,
 )
-from headrace.engine.models.tokenizer import HFTokenizer
+from headrace.engine.models.tokenizer import load_tokenizer
 from transformers import AutoModelForCausalLM
 
 from tests.support.prompts import chats
@@ -32,7 +32,7 @@ NUM_TOKENS = 64
 
 @pytest.fixture(scope="module")
 def prompts(default_model_path: Path) -> list[tuple[int, ...]]:
-    tokenizer = HFTokenizer.from_folder(default_model_path)
+    tokenizer = load_tokenizer(default_model_path)
     return [tuple(tokenizer.encode_chat(tokenizer.render_chat(chat))) for chat in chats()]
 
 
@@ -95,7 +95,9 @@ async def test_greedy_ids_equal_those_of_transformers(
 ):
     config = EngineConfig(
         model=ModelConfig(default_model_path, dtype="float32", max_model_len=512),
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks or 16 * 512 // block_size),
+        cache=CacheConfig(
+            block_size=block_size, num_blocks=num_blocks or 16 * 512 // block_size, prefix_caching=False
+        ),
         scheduler=SchedulerConfig(max_num_seqs=16, max_prefill_chunk=chunk),
     )
     requests = [make_request(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
@@ -103,6 +105,16 @@ async def test_greedy_ids_equal_those_of_transformers(
     assert (num_preemptions > 0) == (num_blocks is not None)
     different = [i for i, (ours, theirs) in enumerate(zip(outputs, reference, strict=True)) if ours != theirs]
     assert not different, [(outputs[i], reference[i]) for i in different[:2]]
+
+
+async def test_the_answer_to_a_cached_prompt_is_the_same(default_model_path, prompts, reference):
+    config = EngineConfig(
+        model=ModelConfig(default_model_path, dtype="float32", max_model_len=512),
+        cache=CacheConfig(num_blocks=1024),
+    )
+    requests = [make_request(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts + prompts]
+    outputs, _ = await generate(config, requests, at_once=16)
+    assert outputs == reference + reference
 
 
 async def test_a_seed_gives_the_same_draws_whoever_shares_the_batch(default_model_path, prompts):

@@ -100,7 +100,9 @@ def test_nobody_is_admitted_in_a_step_that_had_to_preempt():
     while not young.num_preemptions:
         assert late.status is SequenceStatus.WAITING
         h.step()
-    assert late.status is SequenceStatus.WAITING, "took the blocks that somebody had just been made to give up"
+    assert late.status is SequenceStatus.WAITING, (
+        "took the blocks that somebody had just been made to give up"
+    )
     h.run()
     assert late.is_finished
 
