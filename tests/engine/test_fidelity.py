@@ -22,6 +22,7 @@ from headrace.engine import (
 from headrace.engine.models.tokenizer import load_tokenizer
 from transformers import AutoModelForCausalLM
 
+from tests.support.default_model import default_model_path
 from tests.support.prompts import chats
 from tests.support.requests import make_request
 
@@ -31,15 +32,20 @@ NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def prompts(default_model_path: Path) -> list[tuple[int, ...]]:
-    tokenizer = load_tokenizer(default_model_path)
+def model_path() -> Path:
+    return default_model_path()
+
+
+@pytest.fixture(scope="module")
+def prompts(model_path: Path) -> list[tuple[int, ...]]:
+    tokenizer = load_tokenizer(model_path)
     return [tuple(tokenizer.encode_chat(tokenizer.render_chat(chat))) for chat in chats()]
 
 
 @pytest.fixture(scope="module")
-def reference(default_model_path: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+def reference(model_path: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """What `transformers.generate` makes of each prompt alone, in fp32, end ids and all."""
-    model = AutoModelForCausalLM.from_pretrained(default_model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     outputs = []
     for prompt in prompts:
         ids = model.generate(
@@ -91,10 +97,10 @@ async def generate(
     ],
 )
 async def test_greedy_ids_equal_those_of_transformers(
-    default_model_path, prompts, reference, *, block_size, chunk, at_once, num_blocks
+    model_path, prompts, reference, *, block_size, chunk, at_once, num_blocks
 ):
     config = EngineConfig(
-        model=ModelConfig(default_model_path, dtype="float32", max_model_len=512),
+        model=ModelConfig(model_path, dtype="float32", max_model_len=512),
         cache=CacheConfig(
             block_size=block_size, num_blocks=num_blocks or 16 * 512 // block_size, prefix_caching=False
         ),
@@ -107,9 +113,9 @@ async def test_greedy_ids_equal_those_of_transformers(
     assert not different, [(outputs[i], reference[i]) for i in different[:2]]
 
 
-async def test_the_answer_to_a_cached_prompt_is_the_same(default_model_path, prompts, reference):
+async def test_the_answer_to_a_cached_prompt_is_the_same(model_path, prompts, reference):
     config = EngineConfig(
-        model=ModelConfig(default_model_path, dtype="float32", max_model_len=512),
+        model=ModelConfig(model_path, dtype="float32", max_model_len=512),
         cache=CacheConfig(num_blocks=1024),
     )
     requests = [make_request(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts + prompts]
@@ -117,9 +123,9 @@ async def test_the_answer_to_a_cached_prompt_is_the_same(default_model_path, pro
     assert outputs == reference + reference
 
 
-async def test_a_seed_gives_the_same_draws_whoever_shares_the_batch(default_model_path, prompts):
+async def test_a_seed_gives_the_same_draws_whoever_shares_the_batch(model_path, prompts):
     config = EngineConfig(
-        model=ModelConfig(default_model_path, dtype="float32", max_model_len=512),
+        model=ModelConfig(model_path, dtype="float32", max_model_len=512),
         cache=CacheConfig(num_blocks=512),
     )
     base = [make_request(prompt=prompt, max_tokens=24) for prompt in prompts[:16]]
