@@ -66,7 +66,8 @@ def pull(flags: Sequence[str]) -> int:
 
 def _refused(*problems: str) -> int:
     for problem in problems:
-        print(f"headrace: {problem}", file=sys.stderr)
+        # One line, though a library's words in it may be many.
+        print(f"headrace: {' '.join(problem.split())}", file=sys.stderr)
     return EXIT_REFUSED
 
 

@@ -9,6 +9,7 @@ import torch
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv.storage import KVShape, KVStorage, available_memory, resolve_layout
+from headrace.engine.models.checkpoint import read_config
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.host import prepare_host
@@ -25,6 +26,8 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
     started_s = time.monotonic()
     prepare_host(config.num_threads)
     device = torch.device("cpu")
+    # First, so that a folder that holds no model is called so, and not a folder without a tokenizer.
+    read_config(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     loaded = load_decoder(config.model, device, progress, tokenizer_eos_token_ids=tokenizer.eos_token_ids)
     decoder, info = loaded.decoder, loaded.info

@@ -65,7 +65,7 @@ async def test_a_dead_engine_ends_everybody_once_and_tells_who_comes_later(
             asyncio.create_task(outcome_of(service, make_start(max_tokens=16000, prompt=(i + 1, 2))))
             for i in range(20)
         ]
-        session = RawSession(service)
+        session = RawSession(service.generation)
         labels = [f"r{i}" for i in range(20)]
         await session.start(*(make_start(label, max_tokens=16000) for label in labels))
         await until(lambda: service.engine.load().num_running + service.engine.load().num_waiting == 40)
@@ -84,7 +84,7 @@ async def test_a_dead_engine_ends_everybody_once_and_tells_who_comes_later(
 async def test_a_session_outlives_the_engine_and_says_so_to_each_new_request() -> None:
     fault = Fault(lambda: SystemExit(SECRET))
     async with running_service(make_fake_model(before_step=fault)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         fault.is_armed = True
         await session.start(make_start("first"))
         await session.until_end_of("first")
@@ -115,7 +115,7 @@ async def test_a_request_that_always_fails_fails_alone() -> None:
             raise ValueError(SECRET)
 
     async with running_service(make_fake_model(before_step=fail_on_poison)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("good", max_tokens=30), make_start("bad", prompt=poison))
         assert await outcome_of(service, make_start(prompt=poison)) is grpc.StatusCode.INTERNAL
         assert await session.half_close() is grpc.StatusCode.OK
@@ -138,7 +138,7 @@ class BrokenTokenizer(FakeTokenizer):
 async def test_a_tokenizer_that_fails_harms_only_who_needed_it() -> None:
     chat = ChatPrompt(messages=[ChatMessage(role="user", content="hi")])
     async with running_service(make_fake_model(tokenizer=BrokenTokenizer())) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(
             StartGeneration(request_id="text", text="x"),
             make_start("ids"),

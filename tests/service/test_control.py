@@ -39,7 +39,7 @@ from tests.support.service import (
 async def test_the_load_counts_what_runs_and_what_waits() -> None:
     gate = Gate()
     async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=2)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(*(make_start(f"r{i}") for i in range(3)))
         await until(lambda: service.engine.load().num_waiting == 2)
         busy = await service.control.GetLoad(GetLoadRequest())
@@ -85,7 +85,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     gate = Gate()
     async with running_service(make_fake_model(before_step=gate)) as service:
         running = asyncio.create_task(generate_ids(service, make_start(max_tokens=20)))
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("in session", max_tokens=20))
         await until(lambda: service.engine.load().num_running == 1)
         draining = service.control.Drain(DrainRequest())

@@ -39,7 +39,7 @@ def long_model() -> LoadedModel:
 
 async def test_half_close_finishes_what_runs_and_ends_with_ok() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(*(make_start(f"r{i}", prompt=(i + 1, i + 2), max_tokens=5 + i) for i in range(3)))
         assert await session.half_close() is grpc.StatusCode.OK
     for i in range(3):
@@ -51,13 +51,13 @@ async def test_half_close_finishes_what_runs_and_ends_with_ok() -> None:
 
 async def test_an_empty_session_ends_with_ok() -> None:
     async with running_service() as service:
-        assert await RawSession(service).half_close() is grpc.StatusCode.OK
+        assert await RawSession(service.generation).half_close() is grpc.StatusCode.OK
 
 
 async def test_two_hundred_requests_share_one_stream() -> None:
     prompts = [(97 + i % 26, 97 + i // 26, 98) for i in range(200)]
     async with running_service(config=make_config(max_num_seqs=16, max_num_batched_tokens=64)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(*(make_start(f"r{i}", prompt=p, max_tokens=6) for i, p in enumerate(prompts)))
         assert await session.half_close() is grpc.StatusCode.OK
         load = service.engine.load()
@@ -67,7 +67,7 @@ async def test_two_hundred_requests_share_one_stream() -> None:
 
 async def test_a_bad_request_between_good_ones_ends_only_itself() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         bad = make_start("bad", temperature=-1.0)
         await session.start(make_start("before"), bad, make_start("after"))
         assert await session.half_close() is grpc.StatusCode.OK
@@ -79,7 +79,7 @@ async def test_a_bad_request_between_good_ones_ends_only_itself() -> None:
 
 async def test_what_the_engine_refuses_is_an_event_too() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("too long", max_tokens=1000), make_start("good"))
         assert await session.half_close() is grpc.StatusCode.OK
     (refusal,) = session.events["too long"]
@@ -91,7 +91,7 @@ async def test_a_full_queue_is_an_event_with_a_hint_when_to_retry() -> None:
     gate = Gate()
     model, config = make_fake_model(before_step=gate), make_config(max_num_seqs=1, max_num_waiting=1)
     async with running_service(model, config) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("running"))
         await until(lambda: service.engine.load().num_running == 1)
         await session.start(make_start("waiting"), make_start("refused"))
@@ -106,7 +106,7 @@ async def test_a_full_queue_is_an_event_with_a_hint_when_to_retry() -> None:
 async def test_a_duplicate_of_a_live_label_is_refused_and_the_first_goes_on() -> None:
     gate = Gate()
     async with running_service(make_fake_model(before_step=gate)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("a"))
         accepted = await session.next()
         await session.start(make_start("a", prompt=(1, 2)))
@@ -123,7 +123,7 @@ async def test_a_duplicate_of_a_live_label_is_refused_and_the_first_goes_on() ->
 
 async def test_a_label_may_be_used_again_once_its_end_was_read() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         for prompt in ((1, 2), (3, 4)):
             await session.start(make_start("again", prompt=prompt))
             await session.until_end_of("again")
@@ -132,7 +132,7 @@ async def test_a_label_may_be_used_again_once_its_end_was_read() -> None:
 
 async def test_labels_belong_to_their_stream() -> None:
     async with running_service(long_model()) as service:
-        one, other = RawSession(service), RawSession(service)
+        one, other = RawSession(service.generation), RawSession(service.generation)
         await one.start(make_start("a", max_tokens=4000))
         await one.next()
         await other.start(make_start("a", prompt=(1, 2)))
@@ -147,7 +147,7 @@ async def test_labels_belong_to_their_stream() -> None:
 
 async def test_a_cancel_ends_one_request_and_leaves_the_others() -> None:
     async with running_service(long_model()) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("long", max_tokens=4000), make_start("short", max_tokens=100))
         while not ids_of(session.events.get("long", [])):
             await session.next()
@@ -165,7 +165,7 @@ async def test_a_cancel_ends_one_request_and_leaves_the_others() -> None:
 async def test_a_cancel_of_a_request_that_waits_ends_it() -> None:
     gate = Gate()
     async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=1)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("running"), make_start("waiting"))
         await until(lambda: service.engine.load().num_waiting == 1)
         await session.cancel("waiting")
@@ -195,7 +195,7 @@ def make_text_start(label: str, text: str = "head") -> StartGeneration:
 async def test_a_cancel_before_the_prompt_is_encoded_ends_the_request_at_once() -> None:
     tokenizer = HeldTokenizer()
     async with running_service(make_fake_model(tokenizer=tokenizer)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_text_start("early"))
         await session.cancel("early")
         end = await session.next()
@@ -211,7 +211,7 @@ async def test_requests_are_queued_in_the_order_sent_though_texts_take_their_tim
     tokenizer = HeldTokenizer()
     model, config = make_fake_model(tokenizer=tokenizer), make_config(max_num_seqs=1)
     async with running_service(model, config) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_text_start("text"), make_start("ids"), make_text_start("text again"))
         tokenizer.gate.open()
         assert await session.half_close() is grpc.StatusCode.OK
@@ -222,7 +222,7 @@ async def test_too_many_texts_at_once_are_refused_as_overload() -> None:
     tokenizer = HeldTokenizer()
     limits = Limits(max_pending_texts=2)
     async with running_service(make_fake_model(tokenizer=tokenizer), limits=limits) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(*(make_text_start(f"r{i}") for i in range(3)))
         await session.cancel("r0")
         await session.until_end_of("r0")
@@ -234,7 +234,7 @@ async def test_too_many_texts_at_once_are_refused_as_overload() -> None:
 
 async def test_a_cancel_of_an_id_never_started_is_not_found() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.cancel("nobody")
         assert await session.half_close() is grpc.StatusCode.OK
     (event,) = session.events["nobody"]
@@ -243,7 +243,7 @@ async def test_a_cancel_of_an_id_never_started_is_not_found() -> None:
 
 async def test_a_cancel_of_a_finished_request_says_nothing() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("a"))
         await session.until_end_of("a")
         num_events = len(session.events["a"])
@@ -255,7 +255,7 @@ async def test_a_cancel_of_a_finished_request_says_nothing() -> None:
 
 async def test_credit_is_not_offered_and_says_so() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.call.write(SessionRequest(grant_credit=GrantCredit(request_id="a", tokens=1)))
         assert await session.half_close() is grpc.StatusCode.OK
     (event,) = session.events["a"]
@@ -265,7 +265,7 @@ async def test_credit_is_not_offered_and_says_so() -> None:
 @pytest.mark.parametrize("label", ["", "x" * 129, "line\nbreak", "naïve", "\x1b[31m"])
 async def test_a_label_that_is_no_label_is_refused(label: str) -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start(label), make_start("good"))
         assert await session.half_close() is grpc.StatusCode.OK
     (refusal,) = session.events[label[:128]]
@@ -275,7 +275,7 @@ async def test_a_label_that_is_no_label_is_refused(label: str) -> None:
 
 async def test_an_empty_message_is_a_breach_and_ends_the_stream_with_all_its_requests() -> None:
     async with running_service(long_model()) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("a", max_tokens=4000))
         await session.next()
         await session.call.write(SessionRequest())
@@ -288,7 +288,7 @@ async def test_an_empty_message_is_a_breach_and_ends_the_stream_with_all_its_req
 
 async def test_an_action_of_a_later_protocol_is_named_in_the_breach() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.call.write(SessionRequest.FromString(b"\x9a\x06\x01x"))
         with pytest.raises(grpc.aio.AioRpcError) as breach:
             await session.next()
@@ -297,7 +297,7 @@ async def test_an_action_of_a_later_protocol_is_named_in_the_breach() -> None:
 
 async def test_the_end_of_the_call_ends_all_its_requests() -> None:
     async with running_service(long_model(), make_config(max_num_seqs=2)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(*(make_start(f"r{i}", max_tokens=4000) for i in range(5)))
         await session.next()
         session.call.cancel()
@@ -311,7 +311,7 @@ async def test_the_streams_deadline_ends_all_its_requests() -> None:
     gate = Gate()
     model = make_fake_model(before_step=gate, max_model_len=4096, num_blocks=2048)
     async with running_service(model) as service:
-        session = RawSession(service, timeout_s=0.3)
+        session = RawSession(service.generation, timeout_s=0.3)
         await session.start(*(make_start(f"r{i}", max_tokens=4000) for i in range(3)))
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await session.until_end_of("r0", "r1", "r2")
@@ -322,7 +322,7 @@ async def test_the_streams_deadline_ends_all_its_requests() -> None:
 
 async def test_a_reader_that_pauses_loses_nothing() -> None:
     async with running_service(make_fake_model(max_model_len=1024, num_blocks=1024)) as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(*(make_start(f"r{i}", prompt=(i + 1,), max_tokens=200) for i in range(4)))
         await session.next()
         await service.engine.wait_idle()
@@ -334,7 +334,7 @@ async def test_a_reader_that_pauses_loses_nothing() -> None:
 async def test_more_refusals_than_the_backlog_all_arrive() -> None:
     count = MAX_SESSION_BACKLOG + 200
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
 
         async def send() -> None:
             for i in range(count):
@@ -348,7 +348,7 @@ async def test_more_refusals_than_the_backlog_all_arrive() -> None:
 
 async def test_a_session_that_waits_for_requests_is_ended_when_the_server_goes_down() -> None:
     async with running_service() as service:
-        session = RawSession(service)
+        session = RawSession(service.generation)
         await session.start(make_start("a"))
         await session.until_end_of("a")
         service.serving.close()

@@ -162,8 +162,8 @@ def make_start(
 class RawSession:
     """A Session as a client in any language speaks it."""
 
-    def __init__(self, service: RunningService, timeout_s: float | None = None) -> None:
-        self.call: SessionCall = service.generation.Session(timeout=timeout_s)
+    def __init__(self, generation: GenerationServiceStub, timeout_s: float | None = None) -> None:
+        self.call: SessionCall = generation.Session(timeout=timeout_s)
         self.events: dict[str, list[GenerationEvent]] = {}
 
     async def start(self, *starts: StartGeneration) -> None:

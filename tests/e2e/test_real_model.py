@@ -1,0 +1,155 @@
+"""The real program over a real (tiny) model: from a folder to tokens on the wire, or to a clear refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from google.rpc import code_pb2
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from headrace.v1.generation_pb2 import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateOnceRequest,
+    StartGeneration,
+    StopOptions,
+)
+
+from tests.support.model_files import edited_json
+from tests.support.server_process import ROOT, server_process
+from tests.support.service import RawSession, ids_of, make_start
+from tests.support.tiny_models import IM_END_ID, tiny_llama, tiny_tokenizer, write_tiny_llama
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = (
+    "The mill stands",
+    "Water that runs past the wheel",
+    "In 1847",
+    "水車",
+    "A keeper opens the gate. " * 4,
+)
+NUM_TOKENS = 24
+
+
+def transformers_ids(prompt: tuple[int, ...]) -> list[int]:
+    """What transformers makes of it, greedily."""
+    model = tiny_llama()
+    with torch.no_grad():
+        made = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+        )
+    return [int(token_id) for token_id in made[0, len(prompt) :]]
+
+
+async def test_tokens_on_the_wire_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny")
+    tokenizer = tiny_tokenizer()
+    flags = ("--model", str(folder), "--dtype", "float32", "--num-blocks", "64", "--block-size", "4")
+    prompts = [tuple(tokenizer(text)["input_ids"]) for text in PROMPTS]
+    async with server_process("serve", tmp_path / "ready", *flags, module="headrace.service") as server:
+        await server.until_health(HealthCheckResponse.SERVING)
+        session = RawSession(server.generation)
+        await session.start(
+            *(make_start(f"ids {i}", prompt=p, max_tokens=NUM_TOKENS) for i, p in enumerate(prompts)),
+            *(
+                StartGeneration(
+                    request_id=f"text {i}",
+                    text=text,
+                    sampling=make_start().sampling,
+                    stop=StopOptions(max_tokens=NUM_TOKENS),
+                )
+                for i, text in enumerate(PROMPTS)
+            ),
+            make_start("foreign", prompt=(100_000,)),
+        )
+        await session.half_close()
+        chat = await server.generation.GenerateOnce(
+            GenerateOnceRequest(
+                start=StartGeneration(
+                    chat=ChatPrompt(messages=[ChatMessage(role="user", content="hi")]),
+                    stop=StopOptions(max_tokens=4),
+                )
+            )
+        )
+        server.send(signal.SIGTERM)
+        assert await server.exit_code() == 0
+    for i, prompt in enumerate(prompts):
+        expected = transformers_ids(prompt)
+        for label in (f"ids {i}", f"text {i}"):
+            events = session.events[label]
+            assert ids_of(events) == expected
+            text = "".join(event.delta.text for event in events)
+            shown = [token_id for token_id in expected if token_id != IM_END_ID]
+            assert text == tokenizer.decode(shown, skip_special_tokens=True)
+    assert session.events["foreign"][-1].error.code == code_pb2.INVALID_ARGUMENT
+    assert chat.accepted.prompt_tokens > 0
+
+
+def missing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def wrong_architecture(folder: Path) -> None:
+    with edited_json(folder / "config.json") as config:
+        config["architectures"], config["model_type"] = ["MysteryForCausalLM"], "mystery"
+
+
+def truncated_shard(folder: Path) -> None:
+    shard = min(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+
+
+def missing_shard(folder: Path) -> None:
+    max(folder.glob("*.safetensors")).unlink()
+
+
+def pickle_only(folder: Path) -> None:
+    for shard in folder.glob("*.safetensors*"):
+        shard.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
+
+
+DAMAGES = (missing, empty, wrong_architecture, truncated_shard, missing_shard, pickle_only)
+
+
+async def test_a_folder_that_cannot_be_served_is_one_clear_line_and_exit_code_two(tmp_path: Path) -> None:
+    whole = write_tiny_llama(tmp_path / "whole", max_shard_size="100KB")
+
+    async def refusal(number: int) -> str:
+        folder = tmp_path / f"folder-{number}"
+        shutil.copytree(whole, folder)
+        DAMAGES[number](folder)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "headrace.service", "serve", "--model", str(folder)),
+            *("--port", "0", "--control-port", "0", "--log-format", "json"),
+            cwd=ROOT,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, written = await process.communicate()
+        lines = written.decode().splitlines()
+        assert process.returncode == 2, lines
+        assert "Traceback" not in written.decode()
+        assert not any('"ready"' in line for line in lines)
+        assert lines[-1].startswith("headrace: ")
+        assert str(folder) in lines[-1]
+        return lines[-1]
+
+    told = [await refusal(number) for number in range(len(DAMAGES))]
+    assert "config.json" in told[1]
+    assert "ystery" in told[2]
+    assert ".safetensors" in told[3]
+    assert ".safetensors" in told[4]
