@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from headrace.engine.config import ModelConfig
+from headrace.engine.models import layers
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
 from torch import Tensor
@@ -164,3 +165,20 @@ def test_bfloat16_stays_close_to_the_fp32_reference(tied: bool, tmp_path: Path) 
     with torch.inference_mode():
         their_error = (theirs(ids[None]).logits[0].float() - exact).square().mean().sqrt()
     assert (ours - exact).square().mean().sqrt() < 1.5 * their_error
+
+
+def test_plain_linears_give_the_reference_logits_where_none_can_be_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "can_prepack", lambda _: False)
+    assert_equals_reference(write_tiny_llama(tmp_path, attention_bias=True, mlp_bias=True), length=48)
+
+
+def test_positions_decide_and_not_places_in_the_step(tmp_path: Path) -> None:
+    decoder = load(write_tiny_llama(tmp_path))
+    ids = random_ids(16)
+    # Rotary positions are relative: the same distance apart, the same logits.
+    shifted = decoder.forward(ids, torch.arange(100, 116), ContiguousAttention(), torch.arange(16))
+    torch.testing.assert_close(shifted, logits_of(decoder, ids), atol=1e-3, rtol=0)
+    stretched = decoder.forward(ids, torch.arange(0, 48, 3), ContiguousAttention(), torch.arange(16))
+    assert (stretched - shifted).abs().max() > 0.1
