@@ -103,7 +103,7 @@ def plans(draw: st.DrawFn) -> tuple[int, int, list[StepPlan]]:
     ids = iter(draw(st.permutations(range(1, sum(num_blocks) + 1))))
     tables = [tuple(next(ids) for _ in range(n)) for n in num_blocks]
     done = [0] * len(lengths)
-    steps = []
+    steps: list[StepPlan] = []
     while any(d < length for d, length in zip(done, lengths, strict=True)):
         rows = []
         for i, length in enumerate(lengths):

@@ -155,7 +155,7 @@ def _check_tables(metadata: AttentionMetadata, storage: KVStorage) -> None:
         )
         used, padding = table[row, :num_blocks], table[row, num_blocks:]
         require(bool((used > 0).all()), f"row {row} keeps tokens in the null block")
-        require(len(used.unique()) == num_blocks, f"row {row} has a block twice")
+        require(len(set(used.tolist())) == num_blocks, f"row {row} has a block twice")
         require(bool((padding == 0).all()), f"row {row}: padding of its table is not the null block")
         positions = torch.arange(seq_len - (borders[row + 1] - borders[row]), seq_len)
         slots = used[positions // block_size].long() * block_size + positions % block_size
@@ -163,7 +163,7 @@ def _check_tables(metadata: AttentionMetadata, storage: KVStorage) -> None:
             torch.equal(metadata.slot_mapping[borders[row] : borders[row + 1]], slots),
             f"row {row}: its slots are not where its table says that its last tokens go",
         )
-    require(len(metadata.slot_mapping.unique()) == borders[-1], "two tokens of the step share a slot")
+    require(len(set(metadata.slot_mapping.tolist())) == borders[-1], "two tokens of the step share a slot")
 
 
 def check_operand(name: str, tensor: Tensor, storage: KVStorage) -> None:

@@ -60,7 +60,7 @@ def assert_drawn_as(logits: Sequence[float], params: SamplingParams, num_draws: 
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-CONTROLS = {
+CONTROLS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "hot": {"temperature": 3.0},
     "top_k": {"top_k": 3},
@@ -206,7 +206,7 @@ def test_the_loosest_controls_change_nothing() -> None:
 def test_a_row_is_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
     """Tokens and health, whatever its place and its neighbours, a neighbour of NaN among them."""
     generator = torch.Generator().manual_seed(4)
-    controls = [*EDGES, *CONTROLS.values(), {"top_p": 0.99, "temperature": 50.0}]
+    controls: list[dict[str, Any]] = [*EDGES, *CONTROLS.values(), {"top_p": 0.99, "temperature": 50.0}]
     logits = torch.randn(len(controls), vocab_size, generator=generator) * 3
     rows = [SampledRow(SamplingParams(**c), i % 3, 100 + i) for i, c in enumerate(controls)]
     alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).token_ids[0]) for i in range(len(rows))]

@@ -1,0 +1,188 @@
+"""Where a step's time goes: decode steps at some batch sizes, and one long prompt, on a real model.
+
+    .venv/bin/python -m tests.benchmarks.steps --model DIR --dtype bfloat16 --batch 1,8,16 --context 256
+
+Every line is one kind of step. `best` and `median` are of whole steps; the other columns are means over the
+same steps: plan to tensors, attention's shared work, KV writes, attention, the rest of the forward pass,
+and what is left (sampling, results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from headrace.engine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    AttentionStep,
+    Capabilities,
+)
+from headrace.engine.attention.select import select_backend
+from headrace.engine.config import CacheLayout, ModelConfig
+from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.models.loader import load_decoder
+from headrace.engine.runner.host import prepare_host
+from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
+from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
+from headrace.engine.sequence import SequenceId
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Seconds by part, since the last `reset`."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def time(self, part: str, work: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        result = work()
+        self.seconds[part] += time.perf_counter() - started
+        return result
+
+
+class TimedBackend:
+    """Times another backend's calls."""
+
+    def __init__(self, inner: AttentionBackend, clock: Clock) -> None:
+        self._inner, self._clock = inner, clock
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def begin_step(self, metadata: AttentionMetadata) -> AttentionStep:
+        return TimedStep(self._clock.time("begin", lambda: self._inner.begin_step(metadata)), self._clock)
+
+
+class TimedStep:
+    def __init__(self, inner: AttentionStep, clock: Clock) -> None:
+        self._inner, self._clock = inner, clock
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._clock.time("write", lambda: self._inner.write_kv(layer, key, value))
+
+    def attend(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        return self._clock.time("attend", lambda: self._inner.attend(layer, query, spec))
+
+
+class TimedModel:
+    """Times a whole forward pass, attention included."""
+
+    def __init__(self, inner: ForwardModel, clock: Clock) -> None:
+        self._inner, self._clock = inner, clock
+
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, logits_rows: Tensor
+    ) -> Tensor:
+        return self._clock.time(
+            "forward", lambda: self._inner.forward(input_ids, positions, attention, logits_rows)
+        )
+
+
+class Bench:
+    """A model over a pool that is full of random KV."""
+
+    def __init__(self, folder: Path, dtype: str, backend: str, num_tokens: int, block_size: int) -> None:
+        device = torch.device("cpu")
+        decoder = load_decoder(ModelConfig(folder, dtype=dtype), device).decoder
+        spec = decoder.spec
+        layout = CacheLayout(num_tokens // block_size + 1, block_size)
+        shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
+        storage = KVStorage(layout, shape, device)
+        storage.key.normal_()
+        storage.value.normal_()
+        self._clock = Clock()
+        self._block_size = block_size
+        attention = TimedBackend(select_backend(backend, storage), self._clock)
+        self._runner = ModelRunner(TimedModel(decoder, self._clock), attention, layout)
+
+    def measure(self, name: str, plan: StepPlan, seconds: float) -> None:
+        """Run `plan` again and again, and print a line."""
+        for _ in range(2):
+            self._runner.execute(plan)
+        self._clock.seconds.clear()
+        times: list[float] = []
+        while sum(times) < seconds or len(times) < 3:
+            started = time.perf_counter()
+            self._runner.execute(plan)
+            times.append(time.perf_counter() - started)
+        part = {name: total / len(times) for name, total in self._clock.seconds.items()}
+        attention = part["write"] + part["attend"]
+        columns = {
+            "best": min(times),
+            "median": statistics.median(times),
+            "begin": part["begin"],
+            "write": part["write"],
+            "attend": part["attend"],
+            "other forward": part["forward"] - attention,
+            "rest": statistics.mean(times) - part["forward"] - part["begin"],
+        }
+        cells = "  ".join(f"{label} {1e3 * value:7.2f}" for label, value in columns.items())
+        print(f"{name:24s} {cells}  ms  {plan.num_tokens / min(times):7.0f} tokens/s at best", flush=True)
+
+    def row(
+        self, number: int, first_position: int, num_tokens: int, sampling: SamplingParams
+    ) -> ScheduledSequence:
+        """A row in its own part of the pool."""
+        num_blocks = -(-(first_position + num_tokens) // self._block_size)
+        first_block = 1 + number * num_blocks
+        return ScheduledSequence(
+            sequence_id=SequenceId(number),
+            first_position=first_position,
+            token_ids=tuple(100 + i % 1000 for i in range(num_tokens)),
+            num_draft_tokens=0,
+            block_ids=tuple(range(first_block, first_block + num_blocks)),
+            is_sampled=True,
+            sampling=sampling,
+        )
+
+
+def main() -> None:
+    """Read the arguments and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="a model folder")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--batch", default="1,8,16", help="batch sizes of the decode steps")
+    parser.add_argument("--context", type=int, default=256, help="KV tokens before each decode step")
+    parser.add_argument("--prefill", default="512,1024", help="prompt lengths, each one step")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per line")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    options = parser.parse_args()
+    prepare_host(options.threads)
+    batches = [int(n) for n in options.batch.split(",") if n]
+    prompts = [int(n) for n in options.prefill.split(",") if n]
+    room = (
+        max([*(n * (options.context + 1 + options.block_size) for n in batches), *prompts])
+        + options.block_size
+    )
+    bench = Bench(options.model, options.dtype, options.backend, room, options.block_size)
+    sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
+    for num_rows in batches:
+        rows = tuple(bench.row(i, options.context, 1, sampling) for i in range(num_rows))
+        bench.measure(f"decode {num_rows} at {options.context}", StepPlan(0, rows), options.seconds)
+    for length in prompts:
+        bench.measure(f"prefill {length}", StepPlan(0, (bench.row(0, 0, length, sampling),)), options.seconds)
+
+
+if __name__ == "__main__":
+    main()
