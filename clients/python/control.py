@@ -99,6 +99,19 @@ class ControlClient:
         )
         return response.num_unfinished
 
+    async def flush_cache(self) -> int:
+        """Forget all cached KV that no live request uses.
+
+        Returns:
+            Blocks that were given back.
+        """
+        stub = self._stub()
+        response = await call_with_retries(
+            lambda remaining_s: stub.FlushCache(control_pb2.FlushCacheRequest(), timeout=remaining_s),
+            Attempts(RetryPolicy(max_attempts=1), random.Random()),
+        )
+        return response.num_blocks_flushed
+
     def _stub(self) -> ControlServiceStub:
         if self._channel is None:
             raise RuntimeError("the client is not open: use `async with ControlClient(...) as control`")

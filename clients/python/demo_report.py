@@ -101,7 +101,7 @@ def figures_as_json(runs: Sequence[RunFigures], num_equal_answers: int, model: s
 def print_report(console: Console, runs: Sequence[RunFigures], num_equal_answers: int) -> None:
     """Both runs side by side, and what they mean."""
     first, second = runs
-    table = Table(title=None, pad_edge=False)
+    table = Table()
     table.add_column("")
     table.add_column(first.batching, justify="right")
     table.add_column(second.batching, justify="right")

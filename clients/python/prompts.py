@@ -81,6 +81,8 @@ class RequestOptions(TypedDict, total=False):
         time_limit_s: longest time from arrival to the end; past it the request ends normally.
         skip_special_tokens: leave special tokens out of the text.
         wants_text, wants_token_ids: what deltas carry.
+        cache_salt: KV of equal beginnings is shared only between requests of equal salt.
+        cache_bypass: neither use nor fill the prefix cache.
     """
 
     request_id: str
@@ -97,6 +99,8 @@ class RequestOptions(TypedDict, total=False):
     skip_special_tokens: bool
     wants_text: bool
     wants_token_ids: bool
+    cache_salt: str
+    cache_bypass: bool
 
 
 def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration:
@@ -122,6 +126,8 @@ def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration
     _set(start.output, "text", options.get("wants_text"), "output")
     _set(start.output, "token_ids", options.get("wants_token_ids"), "output")
     _set(start.output, "skip_special_tokens", options.get("skip_special_tokens"), "output")
+    _set(start.cache, "salt", options.get("cache_salt"), "cache")
+    _set(start.cache, "bypass", options.get("cache_bypass"), "cache")
     if (time_limit_s := options.get("time_limit_s")) is not None:
         try:
             start.time_limit.FromNanoseconds(round(time_limit_s * 1e9))

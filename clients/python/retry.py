@@ -114,6 +114,6 @@ async def call_with_retries(send: Callable[[float | None], Awaitable[T]], attemp
     while True:
         try:
             return await send(attempts.remaining_s)
-        except grpc.aio.AioRpcError as error:
-            delay_s = attempts.next_delay_s(error_from_rpc(error))
-        await asyncio.sleep(delay_s)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+        await asyncio.sleep(attempts.next_delay_s(error))

@@ -34,6 +34,11 @@ async def test_drain_sends_its_grace_and_returns_what_is_left() -> None:
         assert await control.drain() == 0
 
 
+async def test_flushing_the_cache_tells_what_it_gave_back() -> None:
+    async with running_fake_server() as server, ControlClient(server.target) as control:
+        assert await control.flush_cache() == 5
+
+
 async def test_nobody_there_is_unavailable() -> None:
     async with ControlClient("127.0.0.1:1", retry=RetryPolicy(max_attempts=1)) as control:
         with pytest.raises(Unavailable):

@@ -31,6 +31,8 @@ def test_every_option_has_its_field() -> None:
         "skip_special_tokens": False,
         "wants_text": False,
         "wants_token_ids": True,
+        "cache_salt": "tenant",
+        "cache_bypass": False,
     }
     assert options.keys() == RequestOptions.__annotations__.keys()
     expected = pb.StartGeneration(
@@ -40,6 +42,7 @@ def test_every_option_has_its_field() -> None:
         sampling=pb.SamplingOptions(temperature=0.0, top_k=3, top_p=0.5, min_p=0.25, seed=2**64 - 1),
         stop=pb.StopOptions(max_tokens=5, token_ids=[1, 2], ignore_eos=False),
         output=pb.OutputOptions(text=False, token_ids=True, skip_special_tokens=False),
+        cache=pb.CacheOptions(salt="tenant", bypass=False),
     )
     expected.time_limit.FromMilliseconds(1500)
     assert start_message("p", options) == expected
