@@ -18,6 +18,7 @@ from headrace.service.admission import (
 )
 from headrace.service.convert import finished_to_proto
 from headrace.service.interceptors import Context
+from headrace.service.limits import Limits
 from headrace.service.serving import Serving
 from headrace.service.session import SessionRun
 from headrace.service.status import invalid
@@ -27,8 +28,9 @@ from headrace.v1 import generation_pb2, generation_pb2_grpc
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Text generation over the served model."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, limits: Limits) -> None:
         self._serving = serving
+        self._limits = limits
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: Context
@@ -79,7 +81,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.SessionResponse]:
         """Many requests over one stream."""
         async with (
-            SessionRun(self._serving, request_iterator, context.time_remaining) as session,
+            SessionRun(self._serving, self._limits, request_iterator, context.time_remaining) as session,
             aclosing(session.events()) as events,
         ):
             async for event in events:

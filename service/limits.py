@@ -9,10 +9,6 @@ _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 MAX_REQUEST_ID_LEN = 128
 MAX_DETAILED_VIOLATIONS = 16
 """A status travels in HTTP/2 trailers, which peers bound to some kilobytes."""
-MAX_REMEMBERED_LABELS = 16_384
-"""Ended requests that one Session tells from ids that it has never seen."""
-MAX_SESSION_BACKLOG = 1024
-"""Answers waiting for a Session's reader, or starts waiting to be encoded, before its messages wait too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +26,9 @@ class Limits:
         max_request_s: longest time that any request may take, queueing included, seconds.
         max_pending_texts: texts that wait for a tokenizer thread; one more is refused as overload.
         max_pending_text_bytes: their size together.
+        max_session_backlog: answers of one Session that wait for its reader, or starts that wait to be
+            encoded, before its messages wait too.
+        max_remembered_labels: ended requests that one Session tells from ids that it has never seen.
         slow_reader_s: longest time that one message may wait for its reader before the RPC is cut, seconds.
     """
 
@@ -45,6 +44,8 @@ class Limits:
     max_request_s: float = 3600.0
     max_pending_texts: int = 1024
     max_pending_text_bytes: int = 64 * 2**20
+    max_session_backlog: int = 1024
+    max_remembered_labels: int = 16_384
     slow_reader_s: float = 60.0
 
 

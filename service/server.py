@@ -49,7 +49,7 @@ def make_public_server(
 ) -> grpc.aio.Server:
     """The server for callers: generation, model, health."""
     server = _make_server(limits)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving), server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving, limits), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if has_reflection:

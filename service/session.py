@@ -37,7 +37,7 @@ from headrace.service.admission import (
     parse,
 )
 from headrace.service.convert import finished_to_proto
-from headrace.service.limits import MAX_REMEMBERED_LABELS, MAX_REQUEST_ID_LEN, MAX_SESSION_BACKLOG
+from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits
 from headrace.service.serving import Serving, closed
 from headrace.service.status import (
     RpcFailure,
@@ -105,6 +105,7 @@ class SessionRun:
 
     Args:
         serving: what answers.
+        limits: bounds of the stream itself.
         messages: the client's.
         time_remaining: time that the RPC's deadline leaves, seconds; None for no deadline.
     """
@@ -112,10 +113,12 @@ class SessionRun:
     def __init__(
         self,
         serving: Serving,
+        limits: Limits,
         messages: AsyncIterator[SessionRequest],
         time_remaining: Callable[[], float | None],
     ) -> None:
         self._serving = serving
+        self._limits = limits
         self._messages = messages
         self._time_remaining = time_remaining
         self._live: dict[str, _Live] = {}
@@ -180,14 +183,14 @@ class SessionRun:
             del self._live[label]
             self._ended_labels[label] = None
             self._ended_labels.move_to_end(label)
-            while len(self._ended_labels) > MAX_REMEMBERED_LABELS:
+            while len(self._ended_labels) > self._limits.max_remembered_labels:
                 self._ended_labels.popitem(last=False)
         return messages
 
     async def _read(self) -> None:
         async for message in self._messages:
             # Who sends without reading is made to wait: what he has coming is kept for him, within bounds.
-            while max(len(self._ready), self._admissions.qsize()) > MAX_SESSION_BACKLOG:
+            while max(len(self._ready), self._admissions.qsize()) > self._limits.max_session_backlog:
                 self._has_room.clear()
                 await self._has_room.wait()
             match message.WhichOneof("action"):

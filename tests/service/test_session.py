@@ -6,7 +6,7 @@ import grpc
 import pytest
 from google.rpc import code_pb2
 from headrace.engine import LoadedModel
-from headrace.service.limits import MAX_SESSION_BACKLOG, Limits
+from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import (
     FINISH_REASON_CANCELLED,
     GrantCredit,
@@ -253,6 +253,20 @@ async def test_a_cancel_of_a_finished_request_says_nothing() -> None:
     assert len(session.events["a"]) == num_events
 
 
+async def test_only_so_many_ended_requests_are_remembered() -> None:
+    async with running_service(limits=Limits(max_remembered_labels=2)) as service:
+        session = RawSession(service.generation)
+        for label in ("a", "b", "c"):
+            await session.start(make_start(label))
+            await session.until_end_of(label)
+        for label in ("a", "b", "c"):
+            await session.cancel(label)
+        assert await session.half_close() is grpc.StatusCode.OK
+    assert reason_of(session.events["a"][-1].error) == "UNKNOWN_REQUEST_ID"
+    assert session.events["b"][-1].HasField("finished")
+    assert session.events["c"][-1].HasField("finished")
+
+
 async def test_credit_is_not_offered_and_says_so() -> None:
     async with running_service() as service:
         session = RawSession(service.generation)
@@ -331,9 +345,9 @@ async def test_a_reader_that_pauses_loses_nothing() -> None:
         assert ids_of(session.events[f"r{i}"]) == expected_output((i + 1,), 200)
 
 
-async def test_more_refusals_than_the_backlog_all_arrive() -> None:
-    count = MAX_SESSION_BACKLOG + 200
-    async with running_service() as service:
+async def test_more_than_the_backlog_waits_its_turn_and_all_arrives() -> None:
+    count = 300
+    async with running_service(limits=Limits(max_session_backlog=0)) as service:
         session = RawSession(service.generation)
 
         async def send() -> None:
