@@ -109,13 +109,13 @@ def _build(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
     if metadata.boolean("tokenizer.ggml.add_space_prefix", False):
         raise metadata.error("tokenizer.ggml.add_space_prefix is not supported for byte-level BPE")
     pre_tokenizer = _PRE_TOKENIZERS[name]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=_vocabulary(metadata, tokens),
-            merges=_merges(metadata),
-            ignore_merges=pre_tokenizer.ignore_merges,
-        )
-    )
+    vocabulary, merges = _vocabulary(metadata, tokens), _merges(metadata)
+    try:
+        bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre_tokenizer.ignore_merges)
+    except Exception as error:
+        # The compiled library raises the base class itself.
+        raise metadata.error(f"tokens and merges don't make a tokenizer: {error}") from error
+    tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizer.make()
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, metadata, tokens)

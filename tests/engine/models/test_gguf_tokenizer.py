@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.gguf import convert_gguf
+from headrace.engine.models.gguf_tokenizer import write_gguf_tokenizer
+from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.tokenizer import HFTokenizer, load_tokenizer
 from headrace.engine.tokenizer import Chat, ChatMessage
 from hypothesis import HealthCheck, given, settings
@@ -93,3 +95,65 @@ def test_the_chat_template_comes_along(smollm: HFTokenizer, tmp_path: Path) -> N
         chat
     )
     assert not tokenizer_of(tmp_path, chat_template=None).has_chat_template
+
+
+# ---- metadata that contradicts itself --------------------------------------------------------------
+
+
+def metadata_with(**changes: Any) -> JsonFields:
+    """Metadata of a three-letter vocabulary, as the file's fields; a change to None removes the field."""
+    fields: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": ["<end>", "a", "b", "ab"],
+        "token_type": [3, 1, 1, 1],
+        "merges": ["a b"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    fields.update(changes)
+    named = {f"tokenizer.ggml.{key}": value for key, value in fields.items() if value is not None}
+    return JsonFields(named, "tiny.gguf")
+
+
+def test_the_smallest_metadata_makes_a_tokenizer(tmp_path: Path) -> None:
+    write_gguf_tokenizer(metadata_with(), tmp_path)
+    assert load_tokenizer(tmp_path).encode("aba<end>") == [3, 1, 0]
+
+
+def test_an_end_token_that_the_file_asks_for_is_added_to_raw_text_alone(tmp_path: Path) -> None:
+    write_gguf_tokenizer(metadata_with(add_eos_token=True), tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("ab") == [3, 0]
+    assert tokenizer.encode_chat("ab") == [3]
+
+
+def test_user_defined_tokens_are_found_whole_and_stay_in_the_text(tmp_path: Path) -> None:
+    metadata = metadata_with(tokens=["<end>", "a", "b", "a  b"], merges=[], token_type=[3, 1, 1, 4])
+    write_gguf_tokenizer(metadata, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("aa  bb") == [1, 3, 2]
+    assert tokenizer.decode([1, 3, 2]) == "aa  bb"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": None}, "tokens is missing or empty"),
+        ({"tokens": ["<end>", "a", "b", "a"]}, "holds 'a' twice"),
+        ({"merges": ["ab"]}, "holds 'ab', which is no pair"),
+        ({"merges": ["a b c"]}, "holds 'a b c', which is no pair"),
+        ({"merges": ["a c"]}, "merges"),
+        ({"token_type": [3, 1]}, "token_type has 2 entries for 4 tokens"),
+        ({"bos_token_id": 4}, "bos_token_id is 4: there are only 4 tokens"),
+        ({"add_space_prefix": True}, "add_space_prefix is not supported"),
+        ({"model": None}, "tokenizer.ggml.model is missing"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(
+    changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        write_gguf_tokenizer(metadata_with(**changes), tmp_path)
+    assert words in str(caught.value)
+    assert "tiny.gguf" in str(caught.value)
