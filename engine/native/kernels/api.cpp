@@ -1,0 +1,225 @@
+// The library's C interface: addresses and numbers, no type of any other library.
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "plan.h"
+#include "variant.h"
+
+#if defined(__x86_64__)
+HEADRACE_DECLARE_VARIANT(avx512bf16)
+HEADRACE_DECLARE_VARIANT(avx512)
+HEADRACE_DECLARE_VARIANT(avx2)
+#endif
+HEADRACE_DECLARE_VARIANT(generic)
+
+namespace {
+
+using namespace headrace;
+
+// The variants that this processor can run, the best one first.
+int usable_variants(const Kernels** out) {
+  int count = 0;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) out[count++] = &avx512bf16::kernels;
+  if (has_avx512) out[count++] = &avx512::kernels;
+  if (has_avx2) out[count++] = &avx2::kernels;
+#endif
+  out[count++] = &generic::kernels;
+  return count;
+}
+
+struct Scratch {
+  ~Scratch() { std::free(memory); }
+  void* at_least(size_t num_bytes) {
+    if (num_bytes > size) {
+      std::free(memory);
+      size = (num_bytes + 4095) / 4096 * 4096;
+      memory = std::aligned_alloc(64, size);
+    }
+    return memory;
+  }
+  void* memory = nullptr;
+  size_t size = 0;
+};
+
+// Kept by each thread: fresh memory would be mapped and unmapped at each call.
+thread_local Scratch thread_scratch;
+
+// Splits `count` tokens between threads if there is enough to do.
+template <typename Function>
+void share(int64_t count, int64_t work_per_token, int num_threads, const Function& function) {
+  constexpr int64_t kLeastWork = 16384;  // numbers; below, starting a thread costs more than it saves
+  const int64_t useful = count * work_per_token / kLeastWork;
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>({num_threads, count, useful}));
+  if (parts == 1) return function(0, count);
+#pragma omp parallel num_threads(int(parts))
+  {
+    const int64_t index = omp_get_thread_num(), total = omp_get_num_threads();
+    function(count * index / total, count * (index + 1) / total);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+struct HeadraceAttention {
+  // What holds for all steps.
+  const Kernels* kernels;
+  AttentionCall call;  // of the current step; `attend` fills in what a layer changes
+  int64_t layer_bytes;
+  const char* keys;
+  const char* values;
+  int32_t num_threads;
+  // The current step.
+  Plan plan;
+  std::vector<float> parts;
+  const int64_t* slots;
+  int32_t num_rows;
+  int64_t num_tokens;
+  size_t scratch_bytes;
+};
+
+static void make_plan(HeadraceAttention* attention, int32_t num_heads) {
+  AttentionCall& call = attention->call;
+  Plan& plan = attention->plan;
+  call.num_heads = num_heads;
+  plan.make({attention->num_rows, call.seq_lens, call.cu_seqlens_q}, num_heads, call.num_kv_heads, call.head_dim,
+            attention->num_threads);
+  if (int64_t(attention->parts.size()) < plan.parts_floats) attention->parts.resize(size_t(plan.parts_floats) * 5 / 4);
+  call.items = plan.items.data();
+  call.num_items = int32_t(plan.items.size());
+  call.splits = plan.splits.data();
+  call.parts = attention->parts.data();
+  call.max_item_rows = plan.max_item_rows;
+  attention->scratch_bytes = attention->kernels->attention_scratch(call);
+}
+
+#pragma GCC visibility push(default)
+
+const char* headrace_variant(int32_t index) {
+  const Kernels* variants[4];
+  const int count = usable_variants(variants);
+  return index >= 0 && index < count ? variants[index]->name : nullptr;
+}
+
+const void* headrace_kernels(int32_t index) {
+  const Kernels* variants[4];
+  const int count = usable_variants(variants);
+  return index >= 0 && index < count ? variants[index] : nullptr;
+}
+
+HeadraceAttention* headrace_attention_new(const void* kernels, int32_t dtype, int32_t num_kv_heads, int32_t head_dim,
+                                          int32_t block_size, const void* keys, const void* values,
+                                          int64_t layer_bytes, int32_t num_threads) {
+  auto made = std::make_unique<HeadraceAttention>();
+  made->kernels = static_cast<const Kernels*>(kernels);
+  made->call = AttentionCall();
+  made->call.dtype = DType(dtype);
+  made->call.num_kv_heads = num_kv_heads;
+  made->call.head_dim = head_dim;
+  made->call.block_size = block_size;
+  made->keys = static_cast<const char*>(keys);
+  made->values = static_cast<const char*>(values);
+  made->layer_bytes = layer_bytes;
+  made->num_threads = num_threads;
+  return made.release();
+}
+
+void headrace_attention_free(HeadraceAttention* attention) { delete attention; }
+
+void headrace_attention_begin(HeadraceAttention* attention, int32_t num_rows, int64_t num_tokens,
+                              const int32_t* block_table, int32_t table_width, const int32_t* seq_lens,
+                              const int32_t* cu_seqlens_q, const int64_t* slots) {
+  AttentionCall& call = attention->call;
+  call.block_table = block_table;
+  call.table_width = table_width;
+  call.seq_lens = seq_lens;
+  call.cu_seqlens_q = cu_seqlens_q;
+  attention->slots = slots;
+  attention->num_rows = num_rows;
+  attention->num_tokens = num_tokens;
+  // Planned by the first `attend`, which knows the number of heads.
+  call.num_heads = 0;
+}
+
+void headrace_attention_write(HeadraceAttention* attention, int32_t layer, const void* key, int64_t key_stride,
+                              const void* value, int64_t value_stride) {
+  const AttentionCall& call = attention->call;
+  const int64_t number_bytes = call.dtype == kFloat32 ? 4 : 2;
+  const int64_t token_bytes = int64_t(call.num_kv_heads) * call.head_dim * number_bytes;
+  char* keys = const_cast<char*>(attention->keys) + layer * attention->layer_bytes;
+  char* values = const_cast<char*>(attention->values) + layer * attention->layer_bytes;
+  const auto write = [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; ++token) {
+      const int64_t place = attention->slots[token] * token_bytes;
+      std::memcpy(keys + place, static_cast<const char*>(key) + token * key_stride * number_bytes,
+                  size_t(token_bytes));
+      std::memcpy(values + place, static_cast<const char*>(value) + token * value_stride * number_bytes,
+                  size_t(token_bytes));
+    }
+  };
+  share(attention->num_tokens, token_bytes, attention->num_threads, write);
+}
+
+void headrace_attention_attend(HeadraceAttention* attention, int32_t layer, int32_t num_heads, const void* query,
+                               int64_t query_stride, void* out, float scale, int32_t window, float soft_cap) {
+  if (attention->call.num_heads != num_heads) make_plan(attention, num_heads);
+  AttentionCall call = attention->call;
+  int32_t next_item = 0;
+  call.keys = attention->keys + layer * attention->layer_bytes;
+  call.values = attention->values + layer * attention->layer_bytes;
+  call.query = query;
+  call.query_stride = query_stride;
+  call.out = out;
+  call.scale = scale;
+  call.window = window;
+  call.soft_cap = soft_cap;
+  call.next_item = &next_item;
+  const auto attend = attention->kernels->attend;
+  const int num_threads = std::min(attention->num_threads, call.num_items);
+  if (num_threads <= 1) return attend(call, thread_scratch.at_least(attention->scratch_bytes));
+#pragma omp parallel num_threads(num_threads)
+  attend(call, thread_scratch.at_least(attention->scratch_bytes));
+}
+
+void headrace_rms_norm(const void* kernels, int32_t dtype, const void* in, int64_t in_stride, const float* gain,
+                       float eps, void* out, int64_t num_tokens, int64_t width, int32_t num_threads) {
+  share(num_tokens, width, num_threads, [&](int64_t first, int64_t last) {
+    static_cast<const Kernels*>(kernels)->rms_norm(DType(dtype), in, in_stride, gain, eps, out, width, first, last);
+  });
+}
+
+void headrace_gated_silu(const void* kernels, int32_t dtype, const void* in, int64_t in_stride, void* out,
+                         int64_t num_tokens, int64_t width, int32_t num_threads) {
+  share(num_tokens, 4 * width, num_threads, [&](int64_t first, int64_t last) {
+    static_cast<const Kernels*>(kernels)->gated_silu(DType(dtype), in, in_stride, out, width, first, last);
+  });
+}
+
+void headrace_rotate(const void* kernels, int32_t dtype, void* heads, int64_t heads_stride, const void* cosine,
+                     int64_t cosine_stride, const void* sine, int64_t sine_stride, int64_t num_tokens,
+                     int64_t num_heads, int64_t head_dim, int32_t num_threads) {
+  const Rotation rotation = {heads, heads_stride, cosine, cosine_stride, sine, sine_stride, num_heads, head_dim};
+  share(num_tokens, 2 * num_heads * head_dim, num_threads, [&](int64_t first, int64_t last) {
+    static_cast<const Kernels*>(kernels)->rotate(DType(dtype), rotation, first, last);
+  });
+}
+
+void headrace_argmax(const void* kernels, int32_t dtype, const void* in, int64_t in_stride, int64_t num_rows,
+                     int64_t width, int64_t* out, int32_t num_threads) {
+  share(num_rows, width, num_threads, [&](int64_t first, int64_t last) {
+    static_cast<const Kernels*>(kernels)->argmax(DType(dtype), in, in_stride, width, out, first, last);
+  });
+}
+
+#pragma GCC visibility pop
+}  // extern "C"

@@ -1,0 +1,381 @@
+// Attention over a paged cache, tile by tile: online softmax (arXiv 1805.02867) with tiles as in FlashAttention
+// (arXiv 2205.14135), long rows cut as in Flash-Decoding. Compiled once per instruction set; HEADRACE_VARIANT is
+// its name.
+#include "attention.h"
+
+#include "attention_math.h"
+#include "variant.h"
+
+namespace {
+
+using headrace::AttentionCall;
+using headrace::Item;
+using headrace::SplitRow;
+
+const float kMinusInfinity = -__builtin_inff();
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int smaller(int a, int b) { return a < b ? a : b; }
+inline int larger(int a, int b) { return a > b ? a : b; }
+
+// Where the tokens of a tile lie. A position that no query of the item sees is never read: a row of zeros
+// stands in for it.
+struct TileRows {
+  int first = 0, last = 0;  // seen positions, from the tile's begin; empty where first >= last
+  const char* keys[kTile];
+  const char* values[kTile];
+};
+
+// One softmax tile of a few queries.
+struct Softmax {
+  float greatest[kLanes];
+  float total[kLanes];
+};
+
+struct Factors {
+  float keep[kLanes];
+  float take[kLanes];
+};
+
+// Merge a tile's maxima and totals into the running ones, and say how the weighted values merge.
+inline Factors merge(const Softmax& tile, float* greatest, float* total) {
+  const F16 old_greatest = load(greatest), tile_greatest = load(tile.greatest);
+  const F16 new_greatest = max_b(old_greatest, tile_greatest);
+  const M16 is_empty = equal(tile_greatest, splat(kMinusInfinity));
+  const F16 keep = select(is_empty, splat(1.f), exp2(sub(old_greatest, new_greatest)));
+  const F16 take = select(is_empty, splat(0.f), exp2(sub(tile_greatest, new_greatest)));
+  store(greatest, select(is_empty, old_greatest, new_greatest));
+  store(total, fma(load(tile.total), take, mul(load(total), keep)));
+  Factors factors;
+  store(factors.keep, keep);
+  store(factors.take, take);
+  return factors;
+}
+
+template <typename Math>
+class Worker {
+ public:
+  typedef typename Math::Stored Stored;
+  typedef typename Math::Query Query;
+  typedef typename Math::Prob Prob;
+
+  // Places what the worker needs in `scratch`; with a null pointer it only counts.
+  Worker(const AttentionCall& call, void* scratch) : call_(call), scratch_(static_cast<char*>(scratch)) {
+    group_size_ = call.num_heads / call.num_kv_heads;
+    num_units_ = Math::num_units(call.head_dim);
+    width_ = Math::padded_width(call.head_dim);
+    token_bytes_ = int64_t(call.num_kv_heads) * call.head_dim * int64_t(sizeof(Stored));
+    head_bytes_ = int64_t(call.head_dim) * int64_t(sizeof(Stored));
+    const int64_t item_rows = call.max_item_rows;
+    take(&zeros_, token_bytes_);
+    take(&rows_[0], 1);
+    take(&rows_[1], 1);
+    take(&packed_, int64_t(kTile) * num_units_);
+    take(&scores_, int64_t(kMaxGroup) * kTile);
+    take(&probs_, int64_t(kMaxGroup) * kTile);
+    take(&queries_, item_rows * call.head_dim);
+    // Whole vectors are read from any row on.
+    take(&greatest_, item_rows + kLanes);
+    take(&totals_, item_rows + kLanes);
+    take(&sums_, larger(int(item_rows), kMaxGroup) * int64_t(width_));
+  }
+
+  size_t scratch_bytes() const { return size_t(used_bytes_); }
+
+  void run() {
+    std::memset(zeros_, 0, size_t(token_bytes_));
+    for (int64_t i = 0; i < call_.max_item_rows + kLanes; ++i) greatest_[i] = totals_[i] = 0.f;
+    // One item ahead, so that the first tile of the next one is on its way when it begins.
+    int index = take_item();
+    if (index >= call_.num_items) return;
+    find_rows(call_.items[index], 0, rows_[0]);
+    while (index < call_.num_items) {
+      const int next = take_item();
+      run_item(call_.items[index], next < call_.num_items ? &call_.items[next] : nullptr);
+      index = next;
+    }
+  }
+
+ private:
+  template <typename U>
+  void take(U** place, int64_t count) {
+    *place = scratch_ ? reinterpret_cast<U*>(scratch_ + used_bytes_) : nullptr;
+    used_bytes_ += round_up(count * int64_t(sizeof(U)), 64);
+  }
+
+  int take_item() { return __atomic_fetch_add(call_.next_item, 1, __ATOMIC_RELAXED); }
+
+  int seq_len(int row) const { return call_.seq_lens[row]; }
+  int query_len(int row) const { return call_.cu_seqlens_q[row + 1] - call_.cu_seqlens_q[row]; }
+  // Positions that a query sees: first_seen .. last_seen - 1.
+  int last_seen(int row, int query) const { return seq_len(row) - query_len(row) + query + 1; }
+  int first_seen(int row, int query) const {
+    return call_.window ? larger(0, last_seen(row, query) - call_.window) : 0;
+  }
+
+  void find_rows(const Item& item, int tile, TileRows* rows) const {
+    const int begin = (item.first_tile + tile) * kTile;
+    rows->first = larger(0, first_seen(item.row, item.first_query) - begin);
+    rows->last = smaller(kTile, last_seen(item.row, item.first_query + item.num_queries - 1) - begin);
+    if (rows->first >= rows->last) return;
+    const int32_t* blocks = call_.block_table + int64_t(item.row) * call_.table_width;
+    const int end = int(round_up(rows->last, 2 * kLanes));
+    for (int t = rows->first / (2 * kLanes) * (2 * kLanes); t < rows->first; ++t) rows->keys[t] = rows->values[t] = zeros_;
+    int block = (begin + rows->first) / call_.block_size, offset = (begin + rows->first) % call_.block_size;
+    for (int t = rows->first; t < rows->last; ++block, offset = 0) {
+      const int stop = smaller(rows->last, t + call_.block_size - offset);
+      int64_t place = (int64_t(blocks[block]) * call_.block_size + offset) * token_bytes_;
+      for (; t < stop; ++t, place += token_bytes_) {
+        rows->keys[t] = call_.keys + place;
+        rows->values[t] = call_.values + place;
+      }
+    }
+    for (int t = rows->last; t < end; ++t) rows->keys[t] = rows->values[t] = zeros_;
+  }
+
+  void run_item(const Item& item, const Item* next_item) {
+    const int num_rows = item.num_queries * group_size_;
+    load_queries(item, num_rows);
+    if (item.split < 0) {
+      for (int i = 0; i < item.num_heads * num_rows; ++i) greatest_[i] = kMinusInfinity, totals_[i] = 0.f;
+      std::memset(sums_, 0, size_t(item.num_heads) * size_t(num_rows) * size_t(width_) * 4);
+    }
+    for (int tile = 0; tile < item.num_tiles; ++tile) {
+      TileRows* ahead = rows_[1];
+      ahead->first = ahead->last = 0;
+      if (tile + 1 < item.num_tiles) find_rows(item, tile + 1, ahead);
+      else if (next_item) find_rows(*next_item, 0, ahead);
+      for (int h = 0; h < item.num_heads; ++h) run_tile(item, tile, h, num_rows);
+      rows_[1] = rows_[0];
+      rows_[0] = ahead;
+    }
+    if (item.split < 0) {
+      for (int h = 0; h < item.num_heads; ++h)
+        write_rows(item.row, item.first_query, 0, num_rows, item.first_head + h, totals_ + h * num_rows,
+                   sums_ + int64_t(h) * num_rows * width_);
+      return;
+    }
+    SplitRow& split = call_.splits[item.split];
+    if (__atomic_sub_fetch(&split.num_unfinished, 1, __ATOMIC_ACQ_REL) == 0) merge_parts(split);
+  }
+
+  void load_queries(const Item& item, int num_rows) {
+    const Stored* first = static_cast<const Stored*>(call_.query) +
+                          (call_.cu_seqlens_q[item.row] + item.first_query) * call_.query_stride;
+    for (int h = 0; h < item.num_heads; ++h)
+      for (int i = 0; i < num_rows; ++i) {
+        const int head = (item.first_head + h) * group_size_ + i % group_size_;
+        Math::load_query(first + (i / group_size_) * call_.query_stride + int64_t(head) * call_.head_dim,
+                         queries_ + (int64_t(h) * num_rows + i) * call_.head_dim, call_.head_dim);
+      }
+  }
+
+  // A part of a split row: maxima, totals, weighted values of one tile and one KV head.
+  float* part(const SplitRow& split, int tile, int head, int num_rows) const {
+    const int64_t part_floats = int64_t(num_rows) * (width_ + 2);
+    return call_.parts + split.offset + (int64_t(tile) * call_.num_kv_heads + head) * part_floats;
+  }
+
+  void run_tile(const Item& item, int tile, int h, int num_rows) {
+    const TileRows& rows = *rows_[0];
+    const int head = item.first_head + h;
+    float* raw = item.split < 0 ? nullptr : part(call_.splits[item.split], item.first_tile + tile, head, num_rows);
+    if (rows.first < rows.last) pack_keys(rows, head);
+    for (int r = 0; r < num_rows; r += kMaxGroup) {
+      const int count = smaller(kMaxGroup, num_rows - r);
+      const int begin = (item.first_tile + tile) * kTile;
+      const int first_query = item.first_query + r / group_size_;
+      const int last_query = item.first_query + (r + count - 1) / group_size_;
+      const int first = larger(0, first_seen(item.row, first_query) - begin);
+      const int last = smaller(kTile, last_seen(item.row, last_query) - begin);
+      if (first >= last) {
+        if (raw) clear_part(raw, num_rows, r, count);
+        continue;
+      }
+      const Query* queries = queries_ + (int64_t(h) * num_rows + r) * call_.head_dim;
+      score(reinterpret_cast<const float*>(queries), count, first, last);
+      Softmax softmax;
+      for (int i = 0; i < count; ++i) {
+        const int query = item.first_query + (r + i) / group_size_;
+        normalise(i, first, last, first_seen(item.row, query) - begin, last_seen(item.row, query) - begin, &softmax);
+      }
+      for (int i = count; i < kLanes; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
+      if (raw) {
+        std::memcpy(raw + r, softmax.greatest, size_t(count) * 4);
+        std::memcpy(raw + num_rows + r, softmax.total, size_t(count) * 4);
+        weigh(count, head, first, last, {raw + 2 * num_rows + int64_t(r) * width_, width_, nullptr, nullptr});
+      } else {
+        const Factors factors = merge(softmax, greatest_ + h * num_rows + r, totals_ + h * num_rows + r);
+        float* sums = sums_ + (int64_t(h) * num_rows + r) * width_;
+        weigh(count, head, first, last, {sums, width_, factors.keep, factors.take});
+      }
+    }
+  }
+
+  void clear_part(float* raw, int num_rows, int r, int count) const {
+    for (int i = r; i < r + count; ++i) raw[i] = kMinusInfinity, raw[num_rows + i] = 0.f;
+    std::memset(raw + 2 * num_rows + int64_t(r) * width_, 0, size_t(count) * size_t(width_) * 4);
+  }
+
+  void pack_keys(const TileRows& rows, int head) {
+    const TileRows& ahead = *rows_[1];
+    const int first_group = rows.first / (2 * kLanes) * 2;
+    const int last_group = int(round_up(rows.last, 2 * kLanes)) / kLanes;
+    const int num_ahead = larger(0, ahead.last - ahead.first);
+    const int share = (num_ahead + last_group - first_group - 1) / (last_group - first_group);
+    int fetched = ahead.first;
+    for (int group = first_group; group < last_group; ++group) {
+      Math::pack_keys(rows.keys + group * kLanes, head * head_bytes_, call_.head_dim,
+                      packed_ + int64_t(group) * kLanes * num_units_);
+      for (const int stop = smaller(ahead.last, fetched + share); fetched < stop; ++fetched)
+        for (int64_t byte = 0; byte < head_bytes_; byte += 64) {
+          prefetch(ahead.keys[fetched] + head * head_bytes_ + byte);
+          prefetch(ahead.values[fetched] + head * head_bytes_ + byte);
+        }
+    }
+  }
+
+  template <int R>
+  void score_rows(const float* queries, int first, int last) {
+    for (int t = first / (2 * kLanes) * (2 * kLanes); t < last; t += 2 * kLanes)
+      score_groups<Math, R, 2>(queries, num_units_, packed_ + int64_t(t) * num_units_, scores_ + t);
+  }
+
+  void score(const float* queries, int count, int first, int last) {
+    switch (count) {
+      case 1: return score_rows<1>(queries, first, last);
+      case 2: return score_rows<2>(queries, first, last);
+      case 3: return score_rows<3>(queries, first, last);
+      case 4: return score_rows<4>(queries, first, last);
+      case 5: return score_rows<5>(queries, first, last);
+      default: return score_rows<6>(queries, first, last);
+    }
+  }
+
+  // Scores of one query -> probabilities relative to the tile's greatest, exact zeros where it may not look.
+  void normalise(int i, int first, int last, int first_visible, int last_visible, Softmax* softmax) {
+    float* scores = scores_ + i * kTile;
+    const F16 scale = splat(call_.scale * kLog2E);
+    F16 greatest_lanes = splat(kMinusInfinity);
+    const int begin = first / (2 * kLanes) * (2 * kLanes), end = int(round_up(last, 2 * kLanes));
+    for (int t = begin; t < end; t += kLanes) {
+      F16 score = load(scores + t);
+      if (call_.soft_cap != 0.f) {
+        score = mul(tanh(mul(score, splat(call_.scale / call_.soft_cap))), splat(call_.soft_cap * kLog2E));
+      } else {
+        score = mul(score, scale);
+      }
+      if (t < first_visible || t + kLanes > last_visible) {
+        const M16 visible = and_not(first_lanes(last_visible - t), first_lanes(first_visible - t));
+        score = select(visible, score, splat(kMinusInfinity));
+      }
+      store(scores + t, score);
+      greatest_lanes = max_b(greatest_lanes, score);
+    }
+    const float peak = greatest(greatest_lanes);
+    const F16 reference = splat(peak == kMinusInfinity ? 0.f : peak);
+    F16 total = splat(0.f);
+    for (int t = begin; t < end; t += 2 * kLanes) {
+      const F16 low = exp2(sub(load(scores + t), reference));
+      const F16 high = exp2(sub(load(scores + t + kLanes), reference));
+      total = add(total, add(low, high));
+      Math::store_probs(low, high, probs_ + i * kTile + t);
+    }
+    softmax->greatest[i] = peak;
+    softmax->total[i] = sum(total);
+  }
+
+  void weigh(int count, int head, int first, int last, const GroupState& state) {
+    const char* const* values = rows_[0]->values;
+    const int64_t at = head * head_bytes_;
+    switch (count) {
+      case 1: return Math::template weigh<1>(probs_, values, at, call_.head_dim, first, last, state);
+      case 2: return Math::template weigh<2>(probs_, values, at, call_.head_dim, first, last, state);
+      case 3: return Math::template weigh<3>(probs_, values, at, call_.head_dim, first, last, state);
+      case 4: return Math::template weigh<4>(probs_, values, at, call_.head_dim, first, last, state);
+      case 5: return Math::template weigh<5>(probs_, values, at, call_.head_dim, first, last, state);
+      default: return Math::template weigh<6>(probs_, values, at, call_.head_dim, first, last, state);
+    }
+  }
+
+  // The same operations in the same order as if one item had held the row, so that the bits are the same.
+  void merge_parts(SplitRow& split) {
+    const int num_queries = query_len(split.row), num_rows = num_queries * group_size_;
+    for (int head = 0; head < call_.num_kv_heads; ++head)
+      for (int r = 0; r < num_rows; r += kMaxGroup) {
+        const int count = smaller(kMaxGroup, num_rows - r);
+        float greatest[kLanes], total[kLanes];
+        for (int i = 0; i < kLanes; ++i) greatest[i] = kMinusInfinity, total[i] = 0.f;
+        std::memset(sums_, 0, size_t(count) * size_t(width_) * 4);
+        for (int tile = 0; tile < split.num_tiles; ++tile) {
+          const float* raw = part(split, tile, head, num_rows);
+          Softmax softmax;
+          for (int i = 0; i < kLanes; ++i) {
+            softmax.greatest[i] = i < count ? raw[r + i] : kMinusInfinity;
+            softmax.total[i] = i < count ? raw[num_rows + r + i] : 0.f;
+          }
+          const Factors factors = merge(softmax, greatest, total);
+          const float* parts = raw + 2 * num_rows + int64_t(r) * width_;
+          for (int i = 0; i < count; ++i)
+            for (int d = 0; d < width_; d += kLanes) {
+              float* out = sums_ + i * width_ + d;
+              store(out, fma(load(parts + i * width_ + d), splat(factors.take[i]), mul(load(out), splat(factors.keep[i]))));
+            }
+        }
+        write_rows(split.row, 0, r, count, head, total, sums_);
+      }
+    // Ready for the next layer.
+    split.num_unfinished = split.num_items;
+  }
+
+  void write_rows(int row, int first_query, int first, int count, int head, const float* totals,
+                  const float* sums) const {
+    const int64_t first_token = call_.cu_seqlens_q[row] + first_query;
+    for (int i = 0; i < count; ++i) {
+      const int64_t token = first_token + (first + i) / group_size_;
+      const int64_t query_head = int64_t(head) * group_size_ + (first + i) % group_size_;
+      // No total: the query sees nothing, and gives zero.
+      const float factor = totals[i] == 0.f ? 0.f : 1.f / totals[i];
+      Math::finish(sums + int64_t(i) * width_, factor,
+                   static_cast<Stored*>(call_.out) + (token * call_.num_heads + query_head) * call_.head_dim,
+                   call_.head_dim);
+    }
+  }
+
+  const AttentionCall& call_;
+  char* scratch_;
+  int64_t used_bytes_ = 0;
+  int group_size_, num_units_, width_;
+  int64_t token_bytes_, head_bytes_;
+  char* zeros_;
+  TileRows* rows_[2];  // of the current tile, and of the one that comes after it
+  float* packed_;
+  float* scores_;
+  Prob* probs_;
+  Query* queries_;
+  float* greatest_;
+  float* totals_;
+  float* sums_;
+};
+
+#if defined(__AVX512BF16__)
+typedef DotMath Bf16Math;
+#else
+typedef WideMath<bf16> Bf16Math;
+#endif
+
+}  // namespace
+
+namespace HEADRACE_VARIANT {
+
+size_t attention_scratch(const AttentionCall& call) {
+  if (call.dtype == headrace::kFloat32) return Worker<WideMath<float>>(call, nullptr).scratch_bytes();
+  return Worker<Bf16Math>(call, nullptr).scratch_bytes();
+}
+
+void attend(const AttentionCall& call, void* scratch) {
+  if (call.dtype == headrace::kFloat32) return Worker<WideMath<float>>(call, scratch).run();
+  Worker<Bf16Math>(call, scratch).run();
+}
+
+}  // namespace HEADRACE_VARIANT

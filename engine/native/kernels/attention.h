@@ -1,0 +1,86 @@
+// What the planner, the dispatcher and the kernels of every instruction set agree on.
+//
+// Words: a row is a sequence's share of the step; a tile is a run of kTile KV positions that begins at a multiple
+// of kTile; G is the number of query heads per KV head.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace headrace {
+
+// Each tile has a softmax of its own, and the tiles of a row are merged in order. So a query's result depends on
+// its own sequence alone, whatever thread computed which tile.
+constexpr int kTile = 128;
+
+enum DType : int32_t { kFloat32 = 0, kBfloat16 = 1 };
+
+// A rectangle of work: some queries of one row, some KV heads, some tiles.
+struct Item {
+  int32_t row;
+  int32_t first_query, num_queries;
+  int32_t first_head, num_heads;
+  int32_t first_tile, num_tiles;
+  int32_t split;  // index of its SplitRow; -1: the item holds all tiles of its queries
+};
+
+// A row whose tiles go to several items: each leaves its part, the last one to finish merges.
+struct SplitRow {
+  int64_t offset;  // of its parts, in floats
+  int32_t row;
+  int32_t num_tiles;
+  int32_t num_items;
+  int32_t num_unfinished;
+};
+
+struct AttentionCall {
+  DType dtype;
+  int32_t num_heads, num_kv_heads, head_dim, block_size;
+  // (N, S, H_kv, D) of one layer.
+  const char* keys;
+  const char* values;
+  const void* query;  // (T, H_q, D)
+  int64_t query_stride;  // elements from token to token
+  void* out;  // (T, H_q, D), contiguous
+  float scale;
+  int32_t window;  // 0: none
+  float soft_cap;  // 0: none
+
+  const int32_t* block_table;
+  int32_t table_width;
+  const int32_t* seq_lens;
+  const int32_t* cu_seqlens_q;
+
+  const Item* items;
+  int32_t num_items;
+  int32_t* next_item;  // shared by all threads
+  SplitRow* splits;
+  float* parts;
+  int32_t max_item_rows;  // greatest num_queries * G * num_heads of an item
+};
+
+// Turns heads in place. Strides are in elements, from token to token; heads of a token lie side by side.
+struct Rotation {
+  void* heads;
+  int64_t heads_stride;
+  const void* cosine;  // (T, D / 2)
+  int64_t cosine_stride;
+  const void* sine;
+  int64_t sine_stride;
+  int64_t num_heads, head_dim;
+};
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  size_t (*attention_scratch)(const AttentionCall&);
+  // Work through the items until none is left; `scratch` belongs to the calling thread.
+  void (*attend)(const AttentionCall&, void* scratch);
+  void (*rms_norm)(DType, const void* in, int64_t in_stride, const float* gain, float eps, void* out, int64_t width,
+                   int64_t first, int64_t last);
+  void (*gated_silu)(DType, const void* in, int64_t in_stride, void* out, int64_t width, int64_t first, int64_t last);
+  void (*rotate)(DType, const Rotation&, int64_t first, int64_t last);
+  void (*argmax)(DType, const void* in, int64_t in_stride, int64_t width, int64_t* out, int64_t first, int64_t last);
+};
+
+}  // namespace headrace

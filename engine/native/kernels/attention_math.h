@@ -1,0 +1,229 @@
+// The inner loops of paged attention: a tile's keys against a few queries, its values weighed for them.
+//
+// Keys of 16 tokens are packed so that one 4-byte unit of all 16 is one vector: a unit is one fp32 number, or, for
+// the bf16 dot product, two neighbouring bf16 numbers.
+#pragma once
+
+#include "attention.h"
+#include "simd.h"
+
+namespace {
+
+using headrace::kTile;
+
+// Queries that are computed together: their sums and a pair of values fill the 32 vector registers.
+constexpr int kMaxGroup = 6;
+
+// How far a group's result has come, over the tiles so far, or where one tile's part goes.
+struct GroupState {
+  float* out;  // (rows, padded width)
+  int64_t out_stride;
+  const float* keep;  // factor on what is there; null: nothing is there yet
+  const float* take;  // factor on what comes
+};
+
+#if defined(__AVX512F__)
+
+inline __m512i bits_of(F16 a) { return _mm512_castps_si512(a); }
+inline F16 from_bits(__m512i a) { return _mm512_castsi512_ps(a); }
+
+// 16 rows of `num_bytes` (a multiple of 16) -> num_bytes / 4 vectors of one unit each.
+inline void transpose_units(const char* const* rows, int64_t byte_offset, int num_bytes, float* packed) {
+  for (int chunk = 0; chunk < num_bytes; chunk += 16) {
+    __m512i quad[4];
+    for (int j = 0; j < 4; ++j) {
+      // Lane l holds the chunk of row 4 l + j, so that a transposition inside lanes puts all rows in order.
+      const auto chunk_of = [&](int row) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + byte_offset + chunk));
+      };
+      __m512i lanes = _mm512_castsi128_si512(chunk_of(j));
+      lanes = _mm512_mask_broadcast_i32x4(lanes, 0x00f0, chunk_of(4 + j));
+      lanes = _mm512_mask_broadcast_i32x4(lanes, 0x0f00, chunk_of(8 + j));
+      quad[j] = _mm512_mask_broadcast_i32x4(lanes, 0xf000, chunk_of(12 + j));
+    }
+    const __m512i low_01 = _mm512_unpacklo_epi32(quad[0], quad[1]), high_01 = _mm512_unpackhi_epi32(quad[0], quad[1]);
+    const __m512i low_23 = _mm512_unpacklo_epi32(quad[2], quad[3]), high_23 = _mm512_unpackhi_epi32(quad[2], quad[3]);
+    float* out = packed + chunk / 4 * kLanes;
+    store(out, from_bits(_mm512_unpacklo_epi64(low_01, low_23)));
+    store(out + kLanes, from_bits(_mm512_unpackhi_epi64(low_01, low_23)));
+    store(out + 2 * kLanes, from_bits(_mm512_unpacklo_epi64(high_01, high_23)));
+    store(out + 3 * kLanes, from_bits(_mm512_unpackhi_epi64(high_01, high_23)));
+  }
+}
+
+#endif
+
+// All arithmetic in fp32, whatever the cache holds.
+template <typename T>
+struct WideMath {
+  typedef T Stored;
+  typedef float Query;
+  typedef float Prob;
+
+  static int num_units(int head_dim) { return head_dim; }
+  static int padded_width(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+
+  static void load_query(const T* in, float* out, int head_dim) {
+    for (int d = 0; d < head_dim; ++d) out[d] = to_float(in[d]);
+  }
+
+  static void pack_keys(const char* const* rows, int64_t byte_offset, int head_dim, float* packed) {
+#if defined(__AVX512F__)
+    if (sizeof(T) == 4) return transpose_units(rows, byte_offset, head_dim * 4, packed);
+#endif
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const T* row = reinterpret_cast<const T*>(rows[lane] + byte_offset);
+      for (int d = 0; d < head_dim; ++d) packed[d * kLanes + lane] = to_float(row[d]);
+    }
+  }
+
+  static F16 multiply_add(F16 sums, F16 keys, F16 query) { return fma(keys, query, sums); }
+
+  static void store_probs(F16 first, F16 second, float* out) {
+    store(out, first);
+    store(out + kLanes, second);
+  }
+
+  // Adds prob * value over the positions first .. last - 1 of a tile.
+  template <int R>
+  static void weigh(const float* probs, const char* const* rows, int64_t byte_offset, int head_dim, int first,
+                    int last, const GroupState& state) {
+    int d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
+      weigh_columns<R, 4>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state);
+    for (; d < head_dim; d += kLanes)
+      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state);
+  }
+
+  static void finish(const float* in, float factor, T* out, int head_dim) {
+    for (int d = 0; d < head_dim; d += kLanes)
+      store_first(out + d, mul(load(in + d), splat(factor)), head_dim - d);
+  }
+
+ private:
+  template <int R, int C>
+  static void weigh_columns(const float* probs, const char* const* rows, int64_t byte_offset, int column,
+                            int num_columns, int first, int last, const GroupState& state) {
+    F16 sums[R][C];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) sums[r][c] = splat(0.f);
+    for (int t = first; t < last; ++t) {
+      const T* row = reinterpret_cast<const T*>(rows[t] + byte_offset) + column;
+      F16 values[C];
+      for (int c = 0; c < C; ++c) values[c] = load_first(row + c * kLanes, num_columns - c * kLanes);
+      for (int r = 0; r < R; ++r) {
+        const F16 prob = splat(probs[r * kTile + t]);
+        for (int c = 0; c < C; ++c) sums[r][c] = fma(prob, values[c], sums[r][c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) {
+        float* out = state.out + r * state.out_stride + column + c * kLanes;
+        store(out, state.keep ? fma(sums[r][c], splat(state.take[r]), mul(load(out), splat(state.keep[r])))
+                              : sums[r][c]);
+      }
+  }
+};
+
+#if defined(__AVX512BF16__)
+
+// Products of bf16 pairs, summed in fp32. Sums of the values' product lie in the order that interleaving two rows
+// gives: per 32 columns, first columns 0-3, 8-11, 16-19, 24-27, then the others.
+struct DotMath {
+  typedef bf16 Stored;
+  typedef bf16 Query;
+  typedef bf16 Prob;
+
+  static int num_units(int head_dim) { return head_dim / 2; }
+  static int padded_width(int head_dim) { return (head_dim + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
+
+  static void load_query(const bf16* in, bf16* out, int head_dim) { std::memcpy(out, in, size_t(head_dim) * 2); }
+
+  static void pack_keys(const char* const* rows, int64_t byte_offset, int head_dim, float* packed) {
+    transpose_units(rows, byte_offset, head_dim * 2, packed);
+  }
+
+  static F16 multiply_add(F16 sums, F16 keys, F16 query) {
+    return _mm512_dpbf16_ps(sums, (__m512bh)bits_of(keys), (__m512bh)bits_of(query));
+  }
+
+  static void store_probs(F16 first, F16 second, bf16* out) {
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+
+  template <int R>
+  static void weigh(const bf16* probs, const char* const* rows, int64_t byte_offset, int head_dim, int first,
+                    int last, const GroupState& state) {
+    int d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
+      weigh_columns<R, 2>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state);
+    for (; d < head_dim; d += 2 * kLanes)
+      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state);
+  }
+
+  static void finish(const float* in, float factor, bf16* out, int head_dim) {
+    const __m512i low_columns = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high_columns = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int d = 0; d < head_dim; d += 2 * kLanes) {
+      const F16 first = mul(load(in + d), splat(factor)), second = mul(load(in + d + kLanes), splat(factor));
+      store_first(out + d, _mm512_permutex2var_ps(first, low_columns, second), head_dim - d);
+      store_first(out + d + kLanes, _mm512_permutex2var_ps(first, high_columns, second), head_dim - d - kLanes);
+    }
+  }
+
+ private:
+  // C: runs of 32 columns.
+  template <int R, int C>
+  static void weigh_columns(const bf16* probs, const char* const* rows, int64_t byte_offset, int column,
+                            int num_columns, int first, int last, const GroupState& state) {
+    F16 sums[R][2 * C];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 2 * C; ++c) sums[r][c] = splat(0.f);
+    const __mmask32 existing = num_columns >= 2 * kLanes ? __mmask32(~0u) : __mmask32((1u << num_columns) - 1);
+    for (int t = first & ~1; t < last; t += 2) {
+      const bf16* even = reinterpret_cast<const bf16*>(rows[t] + byte_offset) + column;
+      const bf16* odd = reinterpret_cast<const bf16*>(rows[t + 1] + byte_offset) + column;
+      __m512i pairs[2 * C];
+      for (int c = 0; c < C; ++c) {
+        const __m512i a = _mm512_maskz_loadu_epi16(existing, even + c * 2 * kLanes);
+        const __m512i b = _mm512_maskz_loadu_epi16(existing, odd + c * 2 * kLanes);
+        pairs[2 * c] = _mm512_unpacklo_epi16(a, b);
+        pairs[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
+      }
+      for (int r = 0; r < R; ++r) {
+        int32_t prob_pair;
+        std::memcpy(&prob_pair, probs + r * kTile + t, 4);
+        const __m512bh prob = (__m512bh)_mm512_set1_epi32(prob_pair);
+        for (int c = 0; c < 2 * C; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pairs[c], prob);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 2 * C; ++c) {
+        float* out = state.out + r * state.out_stride + column + c * kLanes;
+        store(out, state.keep ? fma(sums[r][c], splat(state.take[r]), mul(load(out), splat(state.keep[r])))
+                              : sums[r][c]);
+      }
+  }
+};
+
+#endif
+
+// Scores of R queries against V packed groups of 16 tokens.
+template <typename Math, int R, int V>
+inline void score_groups(const float* queries, int num_units, const float* packed, float* scores) {
+  F16 sums[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sums[r][v] = splat(0.f);
+  for (int u = 0; u < num_units; ++u) {
+    F16 keys[V];
+    for (int v = 0; v < V; ++v) keys[v] = load(packed + (v * num_units + u) * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const F16 query = splat(queries[r * num_units + u]);
+      for (int v = 0; v < V; ++v) sums[r][v] = Math::multiply_add(sums[r][v], keys[v], query);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(scores + r * kTile + v * kLanes, sums[r][v]);
+}
+
+}  // namespace
