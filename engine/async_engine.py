@@ -126,7 +126,7 @@ class AsyncEngine:
         if self._is_draining:
             raise Draining("the server is draining: it finishes what it has and takes nothing new")
         self._core.add(request)
-        stream = self._streams[request.request_id] = TokenStream(request.request_id)
+        stream = self._streams[request.request_id] = TokenStream(request.request_id, request.n)
         if self._idle.is_set():
             self._last_progress_s = time.monotonic()
             self._idle.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
@@ -21,6 +21,7 @@ from headrace.engine.errors import (
     RequestFailed,
 )
 from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.live import LiveRequest, LiveSequence
 from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
@@ -30,11 +31,9 @@ from headrace.engine.outputs import (
     RowStats,
     StepStats,
     StepTotals,
-    Timings,
     TokenEvent,
-    Usage,
 )
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId
 from headrace.engine.text import OutputText
@@ -44,14 +43,6 @@ from headrace.engine.validation import check_request, max_tokens_for
 RequestEvent = tuple[RequestId, OutputEvent]
 
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(slots=True)
-class _Live:
-    """A sequence and what turns its ids into text."""
-
-    sequence: Sequence
-    text: OutputText
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +82,10 @@ class EngineCore:
         self._clock = clock
         self._kv = KVCacheManager(layout)
         self._scheduler = Scheduler(config.scheduler, self._kv, prefix_caching=config.cache.prefix_caching)
-        self._live: dict[RequestId, _Live] = {}
-        self._by_sequence: dict[SequenceId, _Live] = {}
-        self._expiries: list[tuple[float, SequenceId]] = []
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._by_sequence: dict[SequenceId, LiveSequence] = {}
+        self._expiries: list[tuple[float, int, LiveRequest]] = []
+        self._expiry_ids = count()
         self._sequence_ids = count()
         self._totals = StepTotals()
         self._begun: _BegunStep | None = None
@@ -128,56 +120,72 @@ class EngineCore:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
         if request.deadline_s is not None and request.deadline_s <= now_s:
             raise DeadlineExceeded("the deadline passed before the request was queued")
-        if len(self._scheduler.waiting) >= self._max_num_waiting:
-            message = f"{self._max_num_waiting} requests are waiting, as many as this server lets wait"
+        if len(self._scheduler.waiting) + request.best_of > self._max_num_waiting:
+            message = (
+                f"{len(self._scheduler.waiting)} sequences are waiting, "
+                f"this server lets {self._max_num_waiting} wait"
+            )
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+        live = self._live[request.request_id] = LiveRequest(request)
+        self._start_sequences(live, now_s)
+        expires_s = live.open[0].sequence.expires_s
+        if expires_s is not None:
+            self._drop_dead_expiries()
+            heappush(self._expiries, (expires_s, next(self._expiry_ids), live))
+
+    def _start_sequences(self, live: LiveRequest, now_s: float) -> None:
+        request = live.request
         end_token_ids = request.stop.token_ids
         if not request.stop.ignore_eos:
             end_token_ids |= self._info.eos_token_ids
-        sequence = Sequence(
-            sequence_id=SequenceId(next(self._sequence_ids)),
-            request=request,
-            max_len=len(request.prompt_token_ids) + max_tokens_for(request, self._info, self._layout),
-            end_token_ids=end_token_ids,
-            arrival_s=now_s,
-            token_ids=list(request.prompt_token_ids),
-        )
-        live = _Live(sequence, OutputText(self._tokenizer, request.output, request.stop))
-        self._live[request.request_id] = self._by_sequence[sequence.sequence_id] = live
-        if sequence.expires_s is not None:
-            heappush(self._expiries, (sequence.expires_s, sequence.sequence_id))
-        self._scheduler.add(sequence)
+        max_len = len(request.prompt_token_ids) + max_tokens_for(request, self._info, self._layout)
+        leader = None
+        for index in range(request.best_of):
+            sequence = Sequence(
+                sequence_id=SequenceId(next(self._sequence_ids)),
+                request=request,
+                max_len=max_len,
+                end_token_ids=end_token_ids,
+                arrival_s=now_s,
+                token_ids=list(request.prompt_token_ids),
+                index=index,
+                leader=leader,
+            )
+            leader = leader or sequence
+            text = OutputText(self._tokenizer, request.output, request.stop)
+            live.open[index] = self._by_sequence[sequence.sequence_id] = LiveSequence(sequence, text, live)
+            self._scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
         """End requests as cancelled, between steps. Ids that are not live are passed over."""
-        events: list[RequestEvent] = []
-        for request_id in request_ids:
-            live = self._live.get(request_id)
-            if live is not None:
-                events += self._finish(live, FinishReason.CANCELLED)
-        return events
+        lives = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        return [event for live in lives for event in self._cut_off(live, FinishReason.CANCELLED)]
 
     def fail_all(self, error: EngineError) -> list[RequestEvent]:
         """End every request with `error`, between steps."""
-        return [event for live in list(self._live.values()) for event in self._fail(live, error)]
+        return [self._fail(live, error) for live in list(self._live.values())]
 
     def expire(self) -> list[RequestEvent]:
         """End the requests whose time limit or deadline has passed, between steps."""
         now_s = self._clock()
         events: list[RequestEvent] = []
         while self._expiries and self._expiries[0][0] <= now_s:
-            _, sequence_id = heappop(self._expiries)
-            live = self._by_sequence.get(sequence_id)
-            if live is None:
+            _, _, live = heappop(self._expiries)
+            deadline_s = live.request.deadline_s
+            if not live.open:
                 continue
-            deadline_s = live.sequence.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
-                events += self._fail(
-                    live, DeadlineExceeded("the deadline passed before the request was finished")
-                )
+                late = DeadlineExceeded("the deadline passed before the request was finished")
+                events.append(self._fail(live, late))
             else:
-                events += self._finish(live, FinishReason.TIME_LIMIT)
+                events += self._cut_off(live, FinishReason.TIME_LIMIT)
         return events
+
+    def _drop_dead_expiries(self) -> None:
+        # Requests end long before they expire: what waits for that must not outgrow those that are live.
+        if len(self._expiries) > 2 * len(self._live) + 64:
+            self._expiries = [entry for entry in self._expiries if entry[2].open]
+            heapify(self._expiries)
 
     def begin_step(self) -> StepPlan | None:
         """Plan the next step; None when no request is live. `finish_step` must follow before the next one."""
@@ -215,8 +223,13 @@ class EngineCore:
         num_used -= self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
         events: list[RequestEvent] = []
-        for live, (_, outcome) in zip(lives, outcomes, strict=True):
-            events += self._take_outcome(live, outcome, executed_s)
+        for live, (row, outcome) in zip(lives, outcomes, strict=True):
+            if live.sequence.is_finished:
+                continue  # another sequence of its request has failed in this step
+            if outcome.failure is not None:
+                events.append(self._fail(live.request, RequestFailed(outcome.failure)))
+            else:
+                events += self._tell(live, *live.take(row, outcome, executed_s))
         stats = StepStats(
             step=begun.plan.step,
             num_waiting=begun.num_waiting,
@@ -249,61 +262,34 @@ class EngineCore:
         if not self._live and self._kv.num_live_blocks:
             raise IntegrityError(f"nobody is live, yet {self._kv.num_live_blocks} blocks are held")
 
-    def _take_outcome(self, live: _Live, outcome: RowResult, now_s: float) -> list[RequestEvent]:
-        """Take drawn tokens one at a time through the one path that can end a sequence."""
-        if outcome.failure is not None:
-            return self._fail(live, RequestFailed(outcome.failure))
-        sequence, told, text = live.sequence, [], ""
-        for token_id in outcome.token_ids:
-            sequence.token_ids.append(token_id)
-            told.append(token_id)
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now_s
-            sequence.last_token_s = now_s
-            if token_id in sequence.end_token_ids:
-                text += live.text.end_with(token_id)
-                return self._finish(live, FinishReason.STOP, told, text, matched_stop=token_id)
-            delta, matched_stop = live.text.push(token_id)
-            text += delta
-            if matched_stop is not None:
-                return self._finish(live, FinishReason.STOP, told, text, matched_stop=matched_stop)
-            if len(sequence.token_ids) >= sequence.max_len:
-                return self._finish(live, FinishReason.LENGTH, told, text)
-        if not told:
-            return []
-        return [(sequence.request.request_id, TokenEvent(sequence.index, tuple(told), text))]
+    def _tell(self, live: LiveSequence, event: TokenEvent, end: FinishEvent | None) -> list[RequestEvent]:
+        if end is not None:
+            self._forget(live)
+        return self._addressed(live.request, live.request.tell(live, event, end))
 
-    def _finish(
-        self,
-        live: _Live,
-        reason: FinishReason,
-        token_ids: Iterable[int] = (),
-        text: str = "",
-        matched_stop: int | str | None = None,
-    ) -> list[RequestEvent]:
-        """The one normal way out, for every reason: last output, then the end."""
-        sequence = live.sequence
-        request_id = sequence.request.request_id
-        text += live.text.flush()
-        last = TokenEvent(sequence.index, tuple(token_ids), text)
-        end = FinishEvent(
-            index=sequence.index,
-            reason=reason,
-            matched_stop=matched_stop,
-            usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens),
-            timings=_timings(sequence),
-            num_preemptions=sequence.num_preemptions,
-        )
-        self._forget(live)
-        return [(request_id, last), (request_id, end)] if last.token_ids or last.text else [(request_id, end)]
+    def _cut_off(self, request: LiveRequest, reason: FinishReason) -> list[RequestEvent]:
+        """End all sequences of a request from outside, normally."""
+        events: list[RequestEvent] = []
+        for live in list(request.open.values()):
+            self._forget(live)
+            events += self._addressed(request, request.tell(live, *live.cut_off(reason)))
+        return events
 
-    def _fail(self, live: _Live, error: EngineError) -> list[RequestEvent]:
-        self._forget(live)
-        return [(live.sequence.request.request_id, FailureEvent(error))]
+    def _fail(self, request: LiveRequest, error: EngineError) -> RequestEvent:
+        for live in request.open.values():
+            self._forget(live)
+        request.open.clear()
+        del self._live[request.request.request_id]
+        return request.request.request_id, FailureEvent(error)
 
-    def _forget(self, live: _Live) -> None:
+    def _addressed(self, request: LiveRequest, events: list[OutputEvent]) -> list[RequestEvent]:
+        if not request.open:
+            del self._live[request.request.request_id]
+        return [(request.request.request_id, event) for event in events]
+
+    def _forget(self, live: LiveSequence) -> None:
+        """The one way out of scheduler and pool."""
         self._scheduler.finish(live.sequence)
-        del self._live[live.sequence.request.request_id]
         del self._by_sequence[live.sequence.sequence_id]
 
 
@@ -316,14 +302,4 @@ def _row_stats(sequence: Sequence, row: ScheduledSequence, slot: int | None) -> 
         num_prefill_tokens=0 if is_decode else len(row.token_ids),
         num_decode_tokens=1 if is_decode else 0,
         is_finished=sequence.is_finished,
-    )
-
-
-def _timings(sequence: Sequence) -> Timings:
-    scheduled_s, first_s, last_s = sequence.first_scheduled_s, sequence.first_token_s, sequence.last_token_s
-    return Timings(
-        queued_s=None if scheduled_s is None else scheduled_s - sequence.arrival_s,
-        prefill_s=None if scheduled_s is None or first_s is None else first_s - scheduled_s,
-        first_token_s=None if first_s is None else first_s - sequence.arrival_s,
-        decode_s=None if first_s is None or last_s is None else last_s - first_s,
     )

@@ -50,17 +50,53 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's place in the model's own distribution, before any sampling control.
+
+    Args:
+        logprob: natural logarithm of its probability.
+        rank: 1 is the likeliest; tokens of equal probability share the better rank.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The token that stands at a place, and the likeliest ones there, likeliest first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """New output of one sequence since the last event that was taken.
 
     Args:
-        token_ids: ids made, the end token included.
+        token_ids: ids made, the end token included; with echo the prompt's ids stand before the first.
         text: their text; a character whose bytes are not complete yet is held back.
+        logprobs: one per id made, when asked for.
+        prompt_logprobs: one per prompt token but the first, before the first id, when asked for.
     """
 
     index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def plus(self, later: TokenEvent) -> TokenEvent:
+        """This event and the next one of the same sequence as one."""
+        return TokenEvent(
+            self.index,
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class StopConditions:
         ignore_eos: whether the model's own end ids do not end it.
         strings: texts that end it, found across the borders of tokens; none of them empty.
         is_stop_included: whether the stop that ended it stays in the text.
+        min_tokens: before so many tokens no end id is drawn and no stop string counts.
     """
 
     max_tokens: int | None = None
@@ -48,6 +49,7 @@ class StopConditions:
     ignore_eos: bool = False
     strings: tuple[str, ...] = ()
     is_stop_included: bool = False
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,12 @@ class OutputParams:
     Args:
         wants_text: whether ids are turned into text.
         skip_special_tokens: whether special tokens are left out of the text.
+        is_echoed: whether the output begins with the prompt.
     """
 
     wants_text: bool = True
     skip_special_tokens: bool = True
+    is_echoed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Request:
 
     Args:
         time_limit_s: longest time from arrival to the end; past it the request ends normally.
+        n: how many sequences are told.
+        best_of: how many are made, at least `n`; the `n` of highest mean log-probability are told at the end.
         isolation_key: KV of equal beginnings is shared only between requests of equal keys.
         uses_prefix_cache: whether it takes KV from the prefix cache and leaves its own there.
         deadline_s: moment past which nobody waits for the answer any more.
@@ -81,6 +87,8 @@ class Request:
     output: OutputParams = field(default_factory=OutputParams)
     time_limit_s: float | None = None
     deadline_s: float | None = None
+    n: int = 1
+    best_of: int = 1
     isolation_key: str = ""
     uses_prefix_cache: bool = True
 
@@ -94,10 +102,12 @@ class Sequence:
         max_len: length at which it ends with LENGTH, tokens.
         end_token_ids: every id that ends it with STOP.
         arrival_s: when it was submitted, monotonic seconds.
+        leader: the first sequence of the same request, if that isn't this one; the others share its prompt.
         num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after
             a preemption it is 0 and everything known is computed again.
         slot: its place among the `max_num_seqs`, while it runs.
         num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
+        num_prompt_logprobs_told: for how many places of the prompt logprobs have been told.
         num_skips: how many later arrivals were admitted before it.
     """
 
@@ -108,15 +118,46 @@ class Sequence:
     arrival_s: float
     token_ids: list[int]
     index: int = 0
+    leader: Sequence | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_prompt_logprobs_told: int = 0
     slot: int | None = None
     num_skips: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+
+    @property
+    def suppressed_token_ids(self) -> frozenset[int]:
+        """What may not be drawn next: the end ids, before `min_tokens` are made."""
+        is_early = self.num_output_tokens < self.request.stop.min_tokens
+        return self.end_token_ids if is_early else frozenset()
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each drawn one; None when no logprob is."""
+        request = self.request
+        is_ranked = request.best_of > request.n
+        return 0 if is_ranked and request.sampling.num_logprobs is None else request.sampling.num_logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt, which is told once, with the request's first sequence."""
+        is_told = self.index > 0 or self.num_prompt_logprobs_told >= self.num_prompt_tokens - 1
+        return None if is_told else self.request.sampling.num_prompt_logprobs
+
+    @property
+    def is_waiting_for_leader(self) -> bool:
+        """Whether its prompt is being computed already, by the first sequence of its request."""
+        leader = self.leader
+        return (
+            leader is not None
+            and not leader.is_finished
+            and leader.num_computed_tokens < leader.num_prompt_tokens
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

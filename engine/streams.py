@@ -21,28 +21,32 @@ class TokenStream:
 
     Args:
         request_id: the request's.
+        num_sequences: how many ends make it finished.
     """
 
-    def __init__(self, request_id: RequestId) -> None:
+    def __init__(self, request_id: RequestId, num_sequences: int = 1) -> None:
         self.request_id = request_id
+        self._num_open = num_sequences
         self._slot: list[OutputEvent] = []
         self._ready = asyncio.Event()
-        self._is_finished = False
         self._listener: Callable[[TokenStream], None] | None = None
 
     @property
     def is_finished(self) -> bool:
         """Whether the last event has been put; it may still wait to be taken."""
-        return self._is_finished
+        return self._num_open == 0
 
     def put(self, event: OutputEvent) -> None:
         """Add an event; a token event joins the one before it. For the engine alone."""
         last = self._slot[-1] if self._slot else None
         if isinstance(event, TokenEvent) and isinstance(last, TokenEvent) and last.index == event.index:
-            self._slot[-1] = TokenEvent(event.index, last.token_ids + event.token_ids, last.text + event.text)
+            self._slot[-1] = last.plus(event)
         else:
             self._slot.append(event)
-        self._is_finished = isinstance(event, FinishEvent | FailureEvent)
+        if isinstance(event, FinishEvent):
+            self._num_open -= 1
+        elif isinstance(event, FailureEvent):
+            self._num_open = 0
         self._ready.set()
         if last is None and self._listener is not None:
             self._listener(self)
@@ -64,7 +68,7 @@ class TokenStream:
 
     async def __aiter__(self) -> AsyncIterator[OutputEvent]:
         """Yield events until the last one."""
-        while not self._is_finished or self._slot:
+        while not self.is_finished or self._slot:
             await self._ready.wait()
             for event in self.take():
                 yield event

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.engine.detokenizer import IncrementalDetokenizer
 from headrace.engine.sequence import OutputParams, StopConditions
 from headrace.engine.stop_strings import StopStrings
@@ -28,15 +30,29 @@ class OutputText:
             else None
         )
 
-    def push(self, token_id: int) -> tuple[str, str | None]:
+    def echo(self, token_ids: Sequence[int]) -> str:
+        """Let the output begin with the prompt, in which no stop counts; get its text."""
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(token_ids)
+        return text if self._is_told else ""
+
+    def push(self, token_id: int, *, is_stop_armed: bool = True) -> tuple[str, str | None]:
         """Add an id.
+
+        Args:
+            is_stop_armed: whether a stop string that is completed now ends the text.
 
         Returns:
             The text that is certain now, and the stop string that has ended it, if one has.
         """
         if self._detokenizer is None:
             return "", None
-        return self._search(self._detokenizer.push((token_id,)))
+        text = self._detokenizer.push((token_id,))
+        if is_stop_armed or self._stops is None:
+            return self._search(text)
+        text = self._stops.pass_over(text)
+        return text if self._is_told else "", None
 
     def end_with(self, token_id: int) -> str:
         """Add the id that ends the sequence; get its text if a stop is to be left in."""

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from headrace.engine.config import CacheLayout, ModelInfo
 from headrace.engine.errors import FieldViolation, InvalidRequest
+from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import Request
+
+MAX_SEQUENCES = 128
+"""Most sequences that one request may make."""
 
 
 def max_tokens_for(request: Request, info: ModelInfo, layout: CacheLayout) -> int:
@@ -26,6 +30,8 @@ def check_request(request: Request, info: ModelInfo, layout: CacheLayout) -> Non
     limit = request.time_limit_s
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         violations.append(FieldViolation("time_limit", f"must be a positive time, got {limit} s"))
+    violations += _count_violations(request)
+    violations += _sampling_violations(request.sampling, info.vocab_size)
     if violations:
         raise InvalidRequest(*violations)
 
@@ -69,6 +75,33 @@ def _stop_violations(request: Request, info: ModelInfo) -> Iterator[FieldViolati
             "stop.token_ids",
             f"must be from 0 to {info.vocab_size - 1}, the model's vocabulary, got {foreign}",
         )
+
+
+def _count_violations(request: Request) -> Iterator[FieldViolation]:
+    if not 1 <= request.n <= MAX_SEQUENCES:
+        yield FieldViolation("n", f"must be from 1 to {MAX_SEQUENCES}, got {request.n}")
+    elif not request.n <= request.best_of <= MAX_SEQUENCES:
+        wanted = f"must be from n={request.n} to {MAX_SEQUENCES}"
+        yield FieldViolation("sampling.best_of", f"{wanted}, got {request.best_of}")
+    num_min, num_max = request.stop.min_tokens, request.stop.max_tokens
+    if num_min < 0 or (num_max is not None and num_min > num_max):
+        yield FieldViolation("stop.min_tokens", f"must be from 0 to max_tokens={num_max}, got {num_min}")
+
+
+def _sampling_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[FieldViolation]:
+    for name, token_ids in (
+        ("sampling.logit_bias", (token_id for token_id, _ in sampling.logit_bias)),
+        ("sampling.allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("sampling.banned_token_ids", sampling.banned_token_ids),
+        ("sampling.bad_words", (token_id for word in sampling.bad_words for token_id in word)),
+    ):
+        foreign = _first_foreign(token_ids, vocab_size)
+        if foreign is not None:
+            yield FieldViolation(
+                name, f"must be from 0 to {vocab_size - 1}, the model's vocabulary, got {foreign}"
+            )
+    if len(sampling.banned_token_ids) >= vocab_size:
+        yield FieldViolation("sampling.banned_token_ids", "leaves no token that could be drawn")
 
 
 def _first_foreign(token_ids: Iterable[int], vocab_size: int) -> int | None:

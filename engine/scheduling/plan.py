@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import SequenceId
 
@@ -20,6 +21,11 @@ class ScheduledSequence:
         is_sampled: whether this step reaches the end of the known tokens, so that a next token is drawn.
         sampling: how it is drawn.
         index: which of the request's sequences this is; part of the key of every draw.
+        num_prompt_tokens: how many of the sequence's tokens the caller gave.
+        known_token_ids: all tokens up to the one that is drawn, if `sampling.needs_history`; else empty.
+        suppressed_token_ids: not to be drawn this time, whatever `sampling` says.
+        num_logprobs: tell the drawn token's log-probability and those of so many likeliest; None tells none.
+        num_prompt_logprobs: the same for each prompt token that follows one computed in this step.
     """
 
     sequence_id: SequenceId
@@ -30,6 +36,11 @@ class ScheduledSequence:
     is_sampled: bool
     sampling: SamplingParams
     index: int = 0
+    num_prompt_tokens: int = 0
+    known_token_ids: tuple[int, ...] = ()
+    suppressed_token_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     @property
     def end_position(self) -> int:
@@ -56,10 +67,15 @@ class RowResult:
 
     Args:
         token_ids: the tokens drawn, in order; empty when the row was not sampled or failed.
+        logprobs: one per drawn token, when the row asks for them.
+        prompt_logprobs: of the tokens at positions `first_position + 1` to the step's end or the prompt's
+            last, when the row asks for them.
         failure: why the row can't go on (non-finite logits, say); None when it is healthy.
     """
 
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
 
 

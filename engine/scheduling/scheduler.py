@@ -48,6 +48,8 @@ class Scheduler:
         if sequence.is_finished:
             return
         if sequence.status is SequenceStatus.RUNNING:
+            if not (self._prefix_caching and sequence.request.uses_prefix_cache):
+                self._kv.withdraw(sequence.sequence_id)
             self._leave_batch(sequence)
             self._static_places = 0
         else:
@@ -87,6 +89,12 @@ class Scheduler:
                 )
             return None, draft.num_preempted
         return StepPlan(step, tuple(self._rows(draft, now_s))), draft.num_preempted
+
+    def offer_blocks(self, sequence: Sequence) -> None:
+        """Let others share what a finished step has filled for a running sequence."""
+        key = self._sharing_key(sequence)
+        if key is not None:
+            self._kv.offer(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens, key)
 
     def _grow(self, sequence: Sequence, draft: _DraftPlan) -> None:
         """Schedule the next tokens of a running sequence, at the expense of younger ones if need be."""
@@ -136,6 +144,8 @@ class Scheduler:
                 break
             if is_barred or (available <= 0 and self.running):
                 break
+            if sequence.is_waiting_for_leader:
+                continue
             match = self._match_prefix(sequence)
             needed = self._kv.num_missing_blocks(sequence.sequence_id, len(sequence.token_ids))
             if needed - len(match.block_ids) + match.num_unused > available:
@@ -160,21 +170,20 @@ class Scheduler:
     def _may_join(self) -> bool:
         return self._config.batching is BatchingPolicy.CONTINUOUS or self._static_places > 0
 
-    def offer_blocks(self, sequence: Sequence) -> None:
-        """Let others share what a finished step has filled for a running sequence."""
-        if self._prefix_caching and sequence.request.uses_prefix_cache:
-            self._kv.offer(
-                sequence.sequence_id,
-                sequence.token_ids,
-                sequence.num_computed_tokens,
-                sequence.request.isolation_key,
-            )
+    def _sharing_key(self, sequence: Sequence) -> str | None:
+        """Under which key a sequence shares KV; None when it shares none."""
+        request = sequence.request
+        if self._prefix_caching and request.uses_prefix_cache:
+            return f"shared {request.isolation_key}"
+        # The sequences of one request share its prompt, whatever it wants of others.
+        return f"private {request.request_id}" if request.best_of > 1 else None
 
     def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
-        request = sequence.request
-        if not (self._prefix_caching and request.uses_prefix_cache):
+        key = self._sharing_key(sequence)
+        # Prompt logprobs come out of the computation that a match would save.
+        if key is None or sequence.num_prompt_logprobs is not None:
             return NO_MATCH
-        return self._kv.match_prefix(sequence.sequence_id, sequence.token_ids, request.isolation_key)
+        return self._kv.match_prefix(sequence.sequence_id, sequence.token_ids, key)
 
     def _join_batch(self, sequence: Sequence, match: PrefixMatch) -> None:
         self._kv.adopt(sequence.sequence_id, match)
@@ -200,7 +209,7 @@ class Scheduler:
         for sequence, num_tokens in draft.num_tokens_of.items():
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
-            first = sequence.num_computed_tokens
+            request, first = sequence.request, sequence.num_computed_tokens
             rows.append(
                 ScheduledSequence(
                     sequence_id=sequence.sequence_id,
@@ -209,8 +218,13 @@ class Scheduler:
                     num_draft_tokens=0,
                     block_ids=self._kv.block_ids(sequence.sequence_id),
                     is_sampled=first + num_tokens == len(sequence.token_ids),
-                    sampling=sequence.request.sampling,
+                    sampling=request.sampling,
                     index=sequence.index,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    known_token_ids=tuple(sequence.token_ids) if request.sampling.needs_history else (),
+                    suppressed_token_ids=sequence.suppressed_token_ids,
+                    num_logprobs=sequence.num_logprobs,
+                    num_prompt_logprobs=sequence.num_prompt_logprobs,
                 )
             )
         return rows

@@ -64,7 +64,7 @@ class Gate:
 
     def __call__(self, plan):
         self.entered.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(20)
 
     async def wait_entered(self):
         assert await asyncio.to_thread(self.entered.wait, 60)
@@ -172,7 +172,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back():
         streams = [engine.submit(make_request(max_tokens=1))]
         await gate.wait_entered()
         streams += [engine.submit(make_request(max_tokens=1)) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 requests are waiting") as caught:
+        with pytest.raises(Overloaded, match="2 sequences are waiting") as caught:
             engine.submit(make_request())
         assert caught.value.retry_after_s > 0
         gate.opened.set()

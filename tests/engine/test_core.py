@@ -1,6 +1,16 @@
+import gc
+
 import pytest
-from headrace.engine import FinishEvent, FinishReason, IntegrityError, RequestId, TokenEvent
+from headrace.engine import (
+    FinishEvent,
+    FinishReason,
+    IntegrityError,
+    RequestId,
+    SamplingParams,
+    TokenEvent,
+)
 from headrace.engine.core import EngineCore
+from headrace.engine.live import LiveRequest
 from headrace.engine.scheduling.plan import StepResult
 
 from tests.support.fake_runner import expected_output, make_fake_model
@@ -123,3 +133,55 @@ def test_output_does_not_depend_on_chunks_or_on_the_size_of_the_pool(chunk, num_
     for request in requests:
         max_tokens = request.stop.max_tokens or 0
         assert outputs[request.request_id] == expected_output(request.prompt_token_ids, max_tokens)
+
+
+def test_what_waits_to_expire_does_not_outgrow_what_is_live():
+    h = Harness()
+    for _ in range(1_000):
+        h.core.add(make_request(max_tokens=1, deadline_s=1e9))
+        h.step()
+    assert not h.core.has_work
+    held = [entry for entry in gc.get_objects() if type(entry) is LiveRequest]
+    assert len(held) < 100
+
+
+@pytest.mark.parametrize(("min_tokens", "num_suppressed"), [(0, 0), (1, 1), (3, 3), (8, 8)])
+def test_end_ids_are_suppressed_until_enough_tokens_are_made(min_tokens, num_suppressed):
+    h = Harness()
+    h.core.add(make_request(max_tokens=8, min_tokens=min_tokens, stop_token_ids=frozenset({5})))
+    suppressed = []
+    while h.core.has_work:
+        plan = h.core.begin_step()
+        assert plan is not None
+        suppressed.append(plan.rows[0].suppressed_token_ids)
+        h.core.finish_step(h.model.runner.execute(plan))
+    assert suppressed == [{5, 257}] * num_suppressed + [frozenset()] * (8 - num_suppressed)
+
+
+def test_history_travels_with_a_row_only_when_a_draw_depends_on_it():
+    h = Harness()
+    plain, penal = make_request(), make_request(sampling=SamplingParams(frequency_penalty=0.5))
+    h.core.add(plain)
+    h.core.add(penal)
+    h.step()
+    plan = h.core.begin_step()
+    assert plan is not None
+    assert plan.rows[0].known_token_ids == ()
+    assert plan.rows[1].known_token_ids[:4] == penal.prompt_token_ids
+    assert len(plan.rows[1].known_token_ids) == 5
+    assert plan.rows[1].num_prompt_tokens == 4
+
+
+def test_stop_strings_do_not_count_before_enough_tokens_are_made():
+    h = Harness(choose=lambda ids, seed: ord("ab"[len(ids) % 2]))
+    request = make_request(prompt_len=4, max_tokens=9, min_tokens=4, stop_strings=("ab",))
+    h.core.add(request)
+    text = ""
+    while h.core.has_work:
+        for _, event in h.step()[0]:
+            if isinstance(event, TokenEvent):
+                text += event.text
+            else:
+                assert isinstance(event, FinishEvent)
+                assert event.matched_stop == "ab"
+    assert text == "ab"

@@ -35,6 +35,10 @@ def make_request(
     time_limit_s: float | None = None,
     deadline_s: float | None = None,
     output: OutputParams | None = None,
+    is_echoed: bool = False,
+    min_tokens: int = 0,
+    n: int = 1,
+    best_of: int | None = None,
     isolation_key: str = "",
     uses_prefix_cache: bool = True,
 ) -> Request:
@@ -46,10 +50,14 @@ def make_request(
         if prompt is not None
         else tuple((number * 7 + i) % 97 for i in range(prompt_len)),
         sampling=sampling,
-        stop=StopConditions(max_tokens, stop_token_ids, ignore_eos, stop_strings, is_stop_included),
-        output=output or OutputParams(),
+        stop=StopConditions(
+            max_tokens, stop_token_ids, ignore_eos, stop_strings, is_stop_included, min_tokens
+        ),
+        output=output or OutputParams(is_echoed=is_echoed),
         time_limit_s=time_limit_s,
         deadline_s=deadline_s,
+        n=n,
+        best_of=n if best_of is None else best_of,
         isolation_key=isolation_key,
         uses_prefix_cache=uses_prefix_cache,
     )

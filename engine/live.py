@@ -1,0 +1,155 @@
+"""Requests that are not over: their sequences, the text of each, and what is told of them.
+
+Events are made here and nowhere else, so every way to an end tells the same things in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from headrace.engine.outputs import (
+    FinishEvent,
+    FinishReason,
+    OutputEvent,
+    Timings,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+)
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence
+from headrace.engine.sequence import Request, Sequence
+from headrace.engine.text import OutputText
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A sequence and its text.
+
+    Args:
+        logprob_sum: of all tokens made so far, where logprobs are told at all.
+    """
+
+    sequence: Sequence
+    text: OutputText
+    request: LiveRequest
+    logprob_sum: float = 0.0
+
+    def take(
+        self, row: ScheduledSequence, outcome: RowResult, now_s: float
+    ) -> tuple[TokenEvent, FinishEvent | None]:
+        """Take drawn tokens one at a time through the one path that can end a sequence.
+
+        Returns:
+            What is new, which may be nothing, and the end, if it has come.
+        """
+        sequence, stop = self.sequence, self.sequence.request.stop
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        text, end = "", None
+        for i, token_id in enumerate(outcome.token_ids):
+            if sequence.num_output_tokens == 0:
+                sequence.first_token_s = now_s
+                if sequence.request.output.is_echoed:
+                    token_ids += sequence.request.prompt_token_ids
+                    text += self.text.echo(sequence.request.prompt_token_ids)
+            sequence.last_token_s = now_s
+            sequence.token_ids.append(token_id)
+            token_ids.append(token_id)
+            if outcome.logprobs:
+                logprobs.append(outcome.logprobs[i])
+                self.logprob_sum += outcome.logprobs[i].chosen.logprob
+            if token_id in sequence.end_token_ids:
+                text += self.text.end_with(token_id)
+                end = self.end(FinishReason.STOP, matched_stop=token_id)
+                break
+            delta, matched_stop = self.text.push(
+                token_id, is_stop_armed=sequence.num_output_tokens >= stop.min_tokens
+            )
+            text += delta
+            if matched_stop is not None:
+                end = self.end(FinishReason.STOP, matched_stop=matched_stop)
+                break
+            if len(sequence.token_ids) >= sequence.max_len:
+                end = self.end(FinishReason.LENGTH)
+                break
+        if end is not None:
+            text += self.text.flush()
+        prompt_logprobs = self._new_prompt_logprobs(row, outcome)
+        return TokenEvent(sequence.index, tuple(token_ids), text, tuple(logprobs), prompt_logprobs), end
+
+    def cut_off(self, reason: FinishReason) -> tuple[TokenEvent, FinishEvent]:
+        """End it from outside: what was held back, and the end."""
+        return TokenEvent(self.sequence.index, (), self.text.flush()), self.end(reason)
+
+    def end(self, reason: FinishReason, matched_stop: int | str | None = None) -> FinishEvent:
+        """The end of it, as things stand now."""
+        sequence = self.sequence
+        return FinishEvent(
+            index=sequence.index,
+            reason=reason,
+            matched_stop=matched_stop,
+            usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens),
+            timings=_timings(sequence),
+            num_preemptions=sequence.num_preemptions,
+        )
+
+    def _new_prompt_logprobs(self, row: ScheduledSequence, outcome: RowResult) -> tuple[TokenLogprobs, ...]:
+        """Of the places of the prompt that were computed, those that were not told before a preemption."""
+        num_told = self.sequence.num_prompt_logprobs_told
+        new = outcome.prompt_logprobs[max(0, num_told - row.first_position) :]
+        self.sequence.num_prompt_logprobs_told += len(new)
+        return new
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request, those of its sequences that are not over, and those that are but can't be told yet."""
+
+    request: Request
+    open: dict[int, LiveSequence] = field(default_factory=dict)
+    held: dict[int, list[TokenEvent]] = field(default_factory=dict)
+    ranked: list[tuple[float, int, FinishEvent]] = field(default_factory=list)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more sequences are made than told: then nothing can be told before all are over."""
+        return self.request.best_of > self.request.n
+
+    def tell(self, live: LiveSequence, event: TokenEvent, end: FinishEvent | None) -> list[OutputEvent]:
+        """What of a sequence's new output its caller hears now."""
+        if end is not None:
+            del self.open[live.sequence.index]
+        if not self.is_ranked:
+            return [*told(event), *([] if end is None else [end])]
+        self.held.setdefault(event.index, []).append(event)
+        if end is not None:
+            num_tokens = max(1, live.sequence.num_output_tokens)
+            self.ranked.append((-live.logprob_sum / num_tokens, event.index, end))
+        return [] if self.open else list(self._tell_best())
+
+    def _tell_best(self) -> Iterator[OutputEvent]:
+        """The `n` of highest mean log-probability, numbered anew, the best first."""
+        best = sorted(self.ranked, key=lambda item: item[:2])[: self.request.n]
+        for place, (_, index, end) in enumerate(best):
+            whole = TokenEvent(place, (), "")
+            for event in self.held[index]:
+                whole = whole.plus(event)
+            yield from told(whole)
+            yield replace(end, index=place)
+
+
+def told(event: TokenEvent) -> list[OutputEvent]:
+    """The event, or nothing if nothing is new in it."""
+    is_new = event.token_ids or event.text or event.prompt_logprobs
+    return [event] if is_new else []
+
+
+def _timings(sequence: Sequence) -> Timings:
+    scheduled_s, first_s, last_s = sequence.first_scheduled_s, sequence.first_token_s, sequence.last_token_s
+    return Timings(
+        queued_s=None if scheduled_s is None else scheduled_s - sequence.arrival_s,
+        prefill_s=None if scheduled_s is None or first_s is None else first_s - scheduled_s,
+        first_token_s=None if first_s is None else first_s - sequence.arrival_s,
+        decode_s=None if first_s is None or last_s is None else last_s - first_s,
+    )
