@@ -336,8 +336,13 @@ class _LongRow:
             begin, end = self._kv_range(first, last, spec.window)
             tile_rows = (last - first) * group_size
             scores = workspace.take("scores", (num_kv_heads, tile_rows, end - begin))
-            torch.bmm(queries[:, first:last].flatten(1, 2), keys[:, :, begin:end], out=scores)
-            self._finish_scores(scores, first, last, spec)
+            factor = spec.scale if spec.soft_cap is None else spec.scale / spec.soft_cap
+            tile = queries[:, first:last].flatten(1, 2)
+            # With beta = 0 the old content of `scores` is not read, not even a NaN.
+            torch.baddbmm(scores, tile, keys[:, :, begin:end], beta=0, alpha=factor, out=scores)
+            if spec.soft_cap is not None:
+                scores.tanh_().mul_(spec.soft_cap)
+            self._mask(scores, first, last, spec.window)
             probs = workspace.take("probs", tuple(scores.shape))
             torch.softmax(scores, -1, out=probs)
             parts = workspace.take("parts", (num_kv_heads, tile_rows, head_dim))
@@ -350,22 +355,17 @@ class _LongRow:
         begin = 0 if window is None else max(0, past + first - window + 1)
         return begin, past + last
 
-    def _finish_scores(self, scores: Tensor, first: int, last: int, spec: AttentionSpec) -> None:
-        """Scale, cap and mask the scores of a tile in place.
+    def _mask(self, scores: Tensor, first: int, last: int, window: int | None) -> None:
+        """Take what its query tokens may not see out of a tile, in place.
 
         Args:
             scores: (H_kv, Q * G, K).
         """
-        if spec.soft_cap is None:
-            scores.mul_(spec.scale)
-        else:
-            scores.mul_(spec.scale / spec.soft_cap).tanh_().mul_(spec.soft_cap)
-        begin, end = self._kv_range(first, last, spec.window)
-        num_masked = end - begin if spec.window is not None else last - first
+        begin, end = self._kv_range(first, last, window)
+        num_masked = end - begin if window is not None else last - first
         tile = scores.view(scores.shape[0], last - first, -1, end - begin)
-        tile[..., end - begin - num_masked :].add_(
-            self._bias(last - first, num_masked, spec.window, scores.dtype)
-        )
+        bias = self._bias(last - first, num_masked, window, scores.dtype)
+        tile[..., end - begin - num_masked :].add_(bias)
 
     def _bias(self, num_queries: int, num_slots: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """(Q, 1, K): 0 where a token may look, else minus infinity; aligned at the bottom right."""

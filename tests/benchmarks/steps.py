@@ -42,13 +42,14 @@ T = TypeVar("T")
 class Clock:
     """Seconds by part, since the last `reset`."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def time(self, part: str, work: Callable[[], T]) -> T:
-        started = time.perf_counter()
+        started = self.now()
         result = work()
-        self.seconds[part] += time.perf_counter() - started
+        self.seconds[part] += self.now() - started
         return result
 
 
@@ -98,18 +99,18 @@ class TimedModel:
 class Bench:
     """A model over a pool that is full of random KV."""
 
-    def __init__(self, folder: Path, dtype: str, backend: str, num_tokens: int, block_size: int) -> None:
+    def __init__(self, model: ModelConfig, num_tokens: int, block_size: int, clock: Clock) -> None:
         device = torch.device("cpu")
-        decoder = load_decoder(ModelConfig(folder, dtype=dtype), device).decoder
+        decoder = load_decoder(model, device).decoder
         spec = decoder.spec
         layout = CacheLayout(num_tokens // block_size + 1, block_size)
         shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
         storage = KVStorage(layout, shape, device)
         storage.key.normal_()
         storage.value.normal_()
-        self._clock = Clock()
+        self._clock = clock
         self._block_size = block_size
-        attention = TimedBackend(select_backend(backend, storage), self._clock)
+        attention = TimedBackend(select_backend(model.attention_backend, storage), self._clock)
         self._runner = ModelRunner(TimedModel(decoder, self._clock), attention, layout)
 
     def measure(self, name: str, plan: StepPlan, seconds: float) -> None:
@@ -119,9 +120,9 @@ class Bench:
         self._clock.seconds.clear()
         times: list[float] = []
         while sum(times) < seconds or len(times) < 3:
-            started = time.perf_counter()
+            started = self._clock.now()
             self._runner.execute(plan)
-            times.append(time.perf_counter() - started)
+            times.append(self._clock.now() - started)
         part = {name: total / len(times) for name, total in self._clock.seconds.items()}
         attention = part["write"] + part["attend"]
         columns = {
@@ -167,15 +168,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="per line")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu with --threads 1 suits a busy machine"
+    )
     options = parser.parse_args()
     prepare_host(options.threads)
+    clock = Clock(time.perf_counter if options.clock == "wall" else time.process_time)
     batches = [int(n) for n in options.batch.split(",") if n]
     prompts = [int(n) for n in options.prefill.split(",") if n]
     room = (
         max([*(n * (options.context + 1 + options.block_size) for n in batches), *prompts])
         + options.block_size
     )
-    bench = Bench(options.model, options.dtype, options.backend, room, options.block_size)
+    model = ModelConfig(options.model, dtype=options.dtype, attention_backend=options.backend)
+    bench = Bench(model, room, options.block_size, clock)
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     for num_rows in batches:
         rows = tuple(bench.row(i, options.context, 1, sampling) for i in range(num_rows))
