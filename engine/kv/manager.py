@@ -141,22 +141,23 @@ class KVCacheManager:
                 self._pool.keep(table[i])
         self._num_shareable[sequence_id] = num_full
 
-    def free(self, sequence_id: SequenceId) -> None:
-        """Give back all that a sequence holds. Nothing happens when it holds nothing."""
+    def free(self, sequence_id: SequenceId, *, is_over: bool = False) -> None:
+        """Give back all that a sequence holds. Nothing happens when it holds nothing.
+
+        Args:
+            is_over: whether it will never come back, so that nothing need be remembered for it.
+        """
         self._num_shareable.pop(sequence_id, None)
         # Last block first: what begins a text is likelier to be asked for again than what ends it.
         self._pool.release(reversed(self._tables.pop(sequence_id, [])))
+        if is_over:
+            self._chains.pop(sequence_id, None)
 
     def withdraw(self, sequence_id: SequenceId) -> None:
         """Let nobody else share what a sequence has offered: its content is not to be trusted."""
         for block_id in self._tables.get(sequence_id, ()):
             if self._cache.forget(block_id):
                 self._pool.unkeep(block_id)
-
-    def forget(self, sequence_id: SequenceId) -> None:
-        """Give back all, and drop what was remembered for a sequence that is over."""
-        self.free(sequence_id)
-        self._chains.pop(sequence_id, None)
 
     def flush(self) -> int:
         """Give up all content that no sequence holds; returns the number of blocks."""

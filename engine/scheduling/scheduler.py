@@ -54,7 +54,7 @@ class Scheduler:
             self._static_places = 0
         else:
             self.waiting.remove(sequence)
-        self._kv.forget(sequence.sequence_id)
+        self._kv.free(sequence.sequence_id, is_over=True)
         sequence.transition(SequenceStatus.FINISHED)
 
     def schedule(self, step: int, now_s: float) -> tuple[StepPlan | None, int]:

@@ -1,6 +1,5 @@
 import asyncio
 import threading
-from contextlib import asynccontextmanager
 
 import pytest
 from headrace.engine import (
@@ -8,66 +7,18 @@ from headrace.engine import (
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
-    EngineDead,
     FailureEvent,
     FinishEvent,
     FinishReason,
     InvalidRequest,
     Overloaded,
-    RequestFailed,
     RequestId,
     TokenEvent,
 )
 
+from tests.support.engines import Gate, assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
-
-
-async def collect(stream):
-    """(token ids, text, last event) of a stream read to its end."""
-    token_ids, text, last = [], "", None
-    async for event in stream:
-        assert last is None, "an event after the last"
-        if isinstance(event, TokenEvent):
-            token_ids += event.token_ids
-            text += event.text
-        else:
-            last = event
-    return token_ids, text, last
-
-
-@asynccontextmanager
-async def running_engine(*, config=None, **model_options):
-    async with AsyncEngine(make_fake_model(**model_options), config or make_config()) as engine:
-        yield engine
-        if not engine.is_dead:
-            # However a test ends its requests, nothing may be left behind.
-            await engine.wait_idle()
-            load = engine.load()
-            assert (load.num_running, load.num_waiting, load.blocks.live) == (0, 0, 0)
-
-
-async def assert_serves(engine):
-    """The canary: a short request gets its known answer."""
-    request = make_request(max_tokens=3)
-    token_ids, _, last = await collect(engine.submit(request))
-    assert token_ids == expected_output(request.prompt_token_ids, 3)
-    assert last.reason is FinishReason.LENGTH
-
-
-class Gate:
-    """Holds the runner in a step until it is opened."""
-
-    def __init__(self):
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, plan):
-        self.entered.set()
-        assert self.opened.wait(20)
-
-    async def wait_entered(self):
-        assert await asyncio.to_thread(self.entered.wait, 60)
 
 
 async def test_many_requests_each_get_their_own_output():
@@ -240,51 +191,6 @@ async def test_a_time_limit_ends_a_request_normally_and_a_deadline_does_not():
             engine.submit(make_request(deadline_s=loop_now - 1))
         clock["slow"] = False
         await assert_serves(engine)
-
-
-async def test_a_row_that_fails_ends_alone():
-    poison = (200, 201, 202)
-
-    def choke(plan):
-        if any(row.token_ids == poison for row in plan.rows):
-            raise RuntimeError("bad row")
-
-    async with running_engine(before_step=choke) as engine:
-        requests = [make_request(max_tokens=8) for _ in range(3)]
-        streams = [engine.submit(request) for request in requests]
-        bad = engine.submit(make_request(prompt=poison))
-        failure = (await collect(bad))[2]
-        assert isinstance(failure, FailureEvent)
-        assert isinstance(failure.error, RequestFailed)
-        assert "bad row" not in str(failure.error), "the inside of an exception is no answer to a caller"
-        for request, stream in zip(requests, streams, strict=True):
-            assert (await collect(stream))[0] == expected_output(request.prompt_token_ids, 8)
-        await assert_serves(engine)
-
-
-@pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, MemoryError])
-async def test_when_the_loop_dies_everybody_is_told(fault):
-    gate = Gate()
-
-    def die(plan):
-        gate(plan)
-        raise fault
-
-    async with running_engine(before_step=die, config=make_config(max_num_seqs=2)) as engine:
-        watch = engine.watch_steps()
-        streams = [engine.submit(make_request(prompt_len=1, max_tokens=5)) for _ in range(20)]
-        await gate.wait_entered()
-        gate.opened.set()
-        for stream in streams:
-            last = (await collect(stream))[2]
-            assert isinstance(last, FailureEvent)
-        async with asyncio.timeout(30):
-            assert isinstance(await engine.died(), EngineDead)
-        assert engine.is_dead
-        with pytest.raises(EngineDead):
-            engine.submit(make_request())
-        # An ordinary exception is given two more steps, each row tried alone; others end it at once.
-        assert len([step async for step in watch]) == (2 if fault is MemoryError else 0)
 
 
 async def test_leaving_the_engine_gives_every_open_request_an_end():

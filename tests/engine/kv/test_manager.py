@@ -112,10 +112,10 @@ def test_adopted_blocks_are_shared_and_outlive_their_maker():
     assert kv.block_ids(B)[:2] == kv.block_ids(A)[:2]
     assert kv.block_ids(B)[2] != kv.block_ids(A)[2]
     assert (kv.num_live_blocks, kv.num_shared_slots) == (4, 8)
-    kv.forget(A)
+    kv.free(A, is_over=True)
     assert kv.num_live_blocks == 3
     kv.check_integrity()
-    kv.forget(B)
+    kv.free(B, is_over=True)
     assert kv.counts == BlockCounts(total=8, free=6, cached=2, live=0)
 
 
@@ -123,7 +123,7 @@ def test_cached_blocks_give_way_tail_first_and_are_then_not_found():
     kv = make_manager(num_blocks=4)
     text = list(range(13))
     fill(kv, A, text)
-    kv.forget(A)
+    kv.free(A, is_over=True)
     assert kv.counts == BlockCounts(total=4, free=1, cached=3, live=0)
     assert kv.allocate_slots(B, 8) is not None
     assert kv.match_prefix(SequenceId(3), text, "").num_tokens == 8
@@ -136,10 +136,10 @@ def test_equal_prefixes_computed_side_by_side_are_never_aliased():
     fill(kv, A, text)
     fill(kv, B, text)
     assert not set(kv.block_ids(A)) & set(kv.block_ids(B))
-    kv.forget(A)
+    kv.free(A, is_over=True)
     kv.check_integrity()
     assert kv.match_prefix(SequenceId(3), [*text, 9], "").num_tokens == 8
-    kv.forget(B)
+    kv.free(B, is_over=True)
     assert kv.counts == BlockCounts(total=8, free=6, cached=2, live=0)
 
 
@@ -149,7 +149,7 @@ def test_what_is_withdrawn_is_not_found_and_not_kept():
     fill(kv, A, text)
     kv.withdraw(A)
     assert kv.match_prefix(B, text, "").num_tokens == 0
-    kv.forget(A)
+    kv.free(A, is_over=True)
     assert kv.counts == BlockCounts(total=8, free=8, cached=0, live=0)
 
 
@@ -157,7 +157,7 @@ def test_flushing_gives_up_only_what_nobody_holds():
     kv = make_manager(num_blocks=8)
     fill(kv, A, list(range(8)))
     fill(kv, B, list(range(50, 58)))
-    kv.forget(A)
+    kv.free(A, is_over=True)
     assert kv.flush() == 2
     assert kv.match_prefix(SequenceId(3), [*range(50, 58), 1], "").num_tokens == 8
     assert kv.counts == BlockCounts(total=8, free=6, cached=0, live=2)
