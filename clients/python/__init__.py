@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from headrace.clients.events import Finished as Finished
     from headrace.clients.events import FinishReason as FinishReason
     from headrace.clients.events import ServingStatus as ServingStatus
+    from headrace.clients.events import TokenLogprob as TokenLogprob
+    from headrace.clients.events import TokenLogprobs as TokenLogprobs
     from headrace.clients.generation import Generation as Generation
     from headrace.clients.prompts import Chat as Chat
     from headrace.clients.prompts import ChatMessage as ChatMessage
@@ -72,6 +74,8 @@ _HOME_OF = {
     "FinishReason": "events",
     "Finished": "events",
     "ServingStatus": "events",
+    "TokenLogprob": "events",
+    "TokenLogprobs": "events",
     "Generation": "generation",
     "Chat": "prompts",
     "ChatMessage": "prompts",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
 
 import typer
+from headrace.clients import cli_options as opt
 
 if TYPE_CHECKING:
     from headrace.clients.errors import HeadraceError
@@ -29,71 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Target = Annotated[
-    str, typer.Option("--target", "-t", metavar="HOST:PORT", help="Where the server listens; unix:/path too.")
-]
-ModelName = Annotated[
-    str | None, typer.Option("--model", "-m", help="Name of a served model; the server's default otherwise.")
-]
-System = Annotated[str | None, typer.Option("--system", "-s", help="System message of the conversation.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        help="0 is greedy; up to 100. Server's default otherwise.",
-        rich_help_panel="Sampling",
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option("--top-k", help="Keep the k likeliest tokens; 0 is off.", rich_help_panel="Sampling"),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        help="Keep the smallest set of likeliest tokens whose probability reaches this, above 0 to 1.",
-        rich_help_panel="Sampling",
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p",
-        help="Drop tokens less likely than this times the likeliest, 0 to 1.",
-        rich_help_panel="Sampling",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", help="Same seed, same tokens. Drawn by the server otherwise.", rich_help_panel="Sampling"
-    ),
-]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", "-n", help="Most tokens to make.", rich_help_panel="Stopping")
-]
-StopTokenIds = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--stop-token-id",
-        help="Token id that ends the answer, beside the model's own; may be repeated.",
-        rich_help_panel="Stopping",
-    ),
-]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.", rich_help_panel="Stopping"),
-]
-TimeLimit = Annotated[
-    float | None,
-    typer.Option(
-        "--time-limit",
-        metavar="SECONDS",
-        help="Longest time, queueing included; then the answer ends as it is.",
-        rich_help_panel="Stopping",
-    ),
-]
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 
@@ -130,8 +66,8 @@ def pull(context: typer.Context) -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     *,
-    target: Target = DEFAULT_TARGET,
-    model: ModelName = None,
+    target: opt.Target = DEFAULT_TARGET,
+    model: opt.ModelName = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -141,16 +77,22 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop_token_id: StopTokenIds = None,
-    ignore_eos: IgnoreEos = False,
-    time_limit: TimeLimit = None,
+    system: opt.System = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    seed: opt.Seed = None,
+    max_tokens: opt.MaxTokens = None,
+    min_tokens: opt.MinTokens = None,
+    stop: opt.Stop = None,
+    include_stop: opt.IncludeStop = False,
+    stop_token_id: opt.StopTokenIds = None,
+    ignore_eos: opt.IgnoreEos = False,
+    time_limit: opt.TimeLimit = None,
     timeout: Annotated[
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="Fail when the answer is not complete by then."),
@@ -166,14 +108,20 @@ def generate(
     ] = False,
 ) -> None:
     """Send one prompt and print the answer as it is made."""
-    options = _options(
+    options = _given(
         model=model,
-        max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
         seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        include_stop=include_stop or None,
         stop_token_ids=stop_token_id,
         ignore_eos=ignore_eos or None,
         time_limit_s=time_limit,
@@ -197,28 +145,40 @@ def generate(
 @app.command(rich_help_panel="Talking to a server")
 def chat(
     *,
-    target: Target = DEFAULT_TARGET,
-    model: ModelName = None,
-    system: System = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop_token_id: StopTokenIds = None,
-    ignore_eos: IgnoreEos = False,
-    time_limit: TimeLimit = None,
+    target: opt.Target = DEFAULT_TARGET,
+    model: opt.ModelName = None,
+    system: opt.System = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    seed: opt.Seed = None,
+    max_tokens: opt.MaxTokens = 512,
+    min_tokens: opt.MinTokens = None,
+    stop: opt.Stop = None,
+    include_stop: opt.IncludeStop = False,
+    stop_token_id: opt.StopTokenIds = None,
+    ignore_eos: opt.IgnoreEos = False,
+    time_limit: opt.TimeLimit = None,
 ) -> None:
     """Talk to a model, turn by turn. Ctrl-C cancels an answer, Ctrl-D quits, /help lists commands."""
-    options = _options(
+    options = _given(
         model=model,
-        max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
         seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        include_stop=include_stop or None,
         stop_token_ids=stop_token_id,
         ignore_eos=ignore_eos or None,
         time_limit_s=time_limit,
@@ -234,7 +194,7 @@ def chat(
 
 @app.command(rich_help_panel="Talking to a server")
 def health(
-    target: Target = DEFAULT_TARGET,
+    target: opt.Target = DEFAULT_TARGET,
     service: Annotated[
         str, typer.Option("--service", help="Full name of one gRPC service; the server as a whole otherwise.")
     ] = "",
@@ -286,23 +246,9 @@ def main() -> None:
     app()
 
 
-def _options(
-    *,
-    model: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop_token_ids: list[int] | None,
-    ignore_eos: bool | None,
-    time_limit_s: float | None,
-    skip_special_tokens: bool | None = None,
-) -> RequestOptions:
-    """What was given on the command line; the rest is the server's to decide."""
-    given = {name: value for name, value in locals().items() if value not in (None, [])}
-    return cast("RequestOptions", given)
+def _given(**options: object) -> RequestOptions:
+    """What was given, by the names of `RequestOptions`; the rest is the server's to decide."""
+    return cast("RequestOptions", {name: value for name, value in options.items() if value not in (None, [])})
 
 
 def _run(work: Coroutine[object, object, Result]) -> Result:

@@ -23,11 +23,28 @@ def event_from_proto(message: generation_pb2.GenerationEvent) -> events.Event:
         case "accepted":
             return accepted_from_proto(message.accepted)
         case "delta":
-            return events.Delta(message.delta.text, tuple(message.delta.token_ids), message.index)
+            return events.Delta(
+                text=message.delta.text,
+                token_ids=tuple(message.delta.token_ids),
+                index=message.index,
+                logprobs=tuple(map(logprobs_from_proto, message.delta.logprobs)),
+                prompt_logprobs=tuple(map(logprobs_from_proto, message.delta.prompt_logprobs)),
+            )
         case "finished":
             return finished_from_proto(message.finished, message.index)
         case other:
             raise ProtocolError(f"request {message.request_id!r}: an event of unknown kind ({other})")
+
+
+def logprobs_from_proto(message: generation_pb2.TokenLogprobs) -> events.TokenLogprobs:
+    """How likely the token at one place was, and which ones were likelier."""
+    return events.TokenLogprobs(
+        chosen=_logprob_from_proto(message.chosen), top=tuple(map(_logprob_from_proto, message.top))
+    )
+
+
+def _logprob_from_proto(message: generation_pb2.TokenLogprob) -> events.TokenLogprob:
+    return events.TokenLogprob(message.token_id, message.logprob, message.rank, message.text)
 
 
 def accepted_from_proto(message: generation_pb2.Accepted) -> events.Accepted:
@@ -91,6 +108,7 @@ def answer_from_proto(message: generation_pb2.GenerateOnceResponse) -> events.An
                 token_ids=tuple(completion.token_ids),
                 finished=finished_from_proto(completion.finished, completion.index),
                 index=completion.index,
+                logprobs=tuple(map(logprobs_from_proto, completion.logprobs)),
             )
             for completion in message.completions
         ),

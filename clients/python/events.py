@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,12 +48,48 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was; rank 1 is the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The token at one place, and the likeliest ones there, likeliest first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of one sequence. Several steps may be joined in one; nothing is dropped."""
+    """New output of one sequence. Several steps may be joined in one; nothing is dropped.
+
+    Args:
+        logprobs: one per token, where they were asked for.
+        prompt_logprobs: in the first delta, where they were asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @staticmethod
+    def joined(deltas: Sequence[Delta]) -> Delta:
+        """What `deltas` of one sequence, at least one of them, say together."""
+        return Delta(
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            index=deltas[0].index,
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +148,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finished: Finished
     index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

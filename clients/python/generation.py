@@ -87,13 +87,7 @@ class Generation(ABC):
             request_id=self.request_id,
             accepted=accepted,
             completions=tuple(
-                Completion(
-                    text="".join(delta.text for delta in deltas.get(index, ())),
-                    token_ids=tuple(token for delta in deltas.get(index, ()) for token in delta.token_ids),
-                    finished=finishes[index],
-                    index=index,
-                )
-                for index in sorted(finishes)
+                _completion(deltas.get(index, []), finishes[index]) for index in sorted(finishes)
             ),
         )
 
@@ -104,6 +98,11 @@ class Generation(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cancel()
+
+
+def _completion(deltas: list[Delta], finished: Finished) -> Completion:
+    whole = Delta.joined(deltas) if deltas else Delta("", ())
+    return Completion(whole.text, whole.token_ids, finished, finished.index, whole.logprobs)
 
 
 class EventOrder:

@@ -65,10 +65,4 @@ class Inbox:
                 break
             parts.append(following)
             self._events.popleft()
-        if len(parts) == 1:
-            return first
-        return Delta(
-            text="".join(part.text for part in parts),
-            token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
-            index=first.index,
-        )
+        return first if len(parts) == 1 else Delta.joined(parts)

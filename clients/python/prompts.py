@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 from headrace.clients.errors import InvalidArgument
@@ -67,40 +68,117 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage] | Chat
 class RequestOptions(TypedDict, total=False):
     """Options of a request, all keywords. What is not given takes the server's default.
 
+    What the server's build does not offer is refused with `InvalidArgument`, never ignored.
+
     Args:
         request_id: label, unique among the live requests of its stream; made when not given.
         model: name of a served model.
-        max_tokens: most tokens to make; as many as context and KV pool allow when not given.
+        n: how many independent sequences to make from the prompt.
+        priority: higher goes first.
+        time_limit_s: longest time from arrival to the end; past it the request ends normally.
         temperature: 0 is greedy; 0 to 100.
         top_k: keep the k likeliest tokens; 0 is off.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches it, (0, 1].
-        min_p: drop tokens less likely than this times the likeliest, [0, 1].
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, (0, 1].
+        min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
+        typical_p: keep tokens whose surprise is near the expected one, (0, 1].
         seed: same seed, same tokens, whatever else the server runs.
+        frequency_penalty, presence_penalty, repetition_penalty: make what was said less likely.
+        logit_bias: added to the logit of each token id.
+        allowed_token_ids, banned_token_ids: only these, none of these.
+        bad_words: texts that are never produced.
+        best_of: make this many sequences, return the `n` likeliest.
+        max_tokens: most tokens to make; as many as context and KV pool allow when not given.
+        min_tokens: no end before this many.
+        stop: texts that end the sequence.
         stop_token_ids: ids that end the sequence, beside the model's own end ids.
         ignore_eos: do not stop at the model's end ids.
-        time_limit_s: longest time from arrival to the end; past it the request ends normally.
-        skip_special_tokens: leave special tokens out of the text.
+        include_stop: leave the matched stop in the output.
         wants_text, wants_token_ids: what deltas carry.
+        logprobs, prompt_logprobs: tell this many likeliest tokens at each place.
+        echo: send the prompt as the beginning of the output.
+        skip_special_tokens: leave special tokens out of the text.
+        json_schema: the answer is JSON of this schema, itself given as JSON text.
+        json_object: the answer is some JSON object.
+        regex, grammar, choice: the answer matches; at most one of these five.
         cache_salt: KV of equal beginnings is shared only between requests of equal salt.
         cache_bypass: neither use nor fill the prefix cache.
+        speculation: whether a draft may be used.
+        num_speculative_tokens: most draft tokens per step.
     """
 
     request_id: str
     model: str
-    max_tokens: int
+    n: int
+    priority: int
+    time_limit_s: float
     temperature: float
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
     seed: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    best_of: int
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    time_limit_s: float
-    skip_special_tokens: bool
+    include_stop: bool
     wants_text: bool
     wants_token_ids: bool
+    logprobs: int
+    prompt_logprobs: int
+    echo: bool
+    skip_special_tokens: bool
+    json_schema: str
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
     cache_salt: str
     cache_bypass: bool
+    speculation: bool
+    num_speculative_tokens: int
+
+
+_PATHS = {
+    "request_id": "request_id",
+    "model": "model",
+    "n": "n",
+    "priority": "priority",
+    "time_limit_s": "time_limit",
+    "max_tokens": "stop.max_tokens",
+    "min_tokens": "stop.min_tokens",
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    "ignore_eos": "stop.ignore_eos",
+    "include_stop": "stop.include_stop",
+    "wants_text": "output.text",
+    "wants_token_ids": "output.token_ids",
+    "logprobs": "output.logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "echo": "output.echo",
+    "skip_special_tokens": "output.skip_special_tokens",
+    "json_schema": "constraint.json_schema",
+    "json_object": "constraint.json_object",
+    "regex": "constraint.regex",
+    "grammar": "constraint.grammar",
+    "choice": "constraint.choice.options",
+    "cache_salt": "cache.salt",
+    "cache_bypass": "cache.bypass",
+    "speculation": "speculation.enabled",
+    "num_speculative_tokens": "speculation.num_speculative_tokens",
+    "allowed_token_ids": "sampling.allowed_token_ids.ids",
+    "banned_token_ids": "sampling.banned_token_ids.ids",
+}
+"""Option to the protocol's field; one that is not listed is a field of `sampling` by the same name."""
 
 
 def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration:
@@ -115,24 +193,9 @@ def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration
         raise TypeError(f"no such request option: {', '.join(sorted(unknown))}")
     start = pb.StartGeneration()
     _set_prompt(start, prompt)
-    _set(start, "request_id", options.get("request_id"))
-    _set(start, "model", options.get("model"))
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-        _set(start.sampling, name, options.get(name), "sampling")
-    _set(start.stop, "max_tokens", options.get("max_tokens"), "stop")
-    _set(start.stop, "ignore_eos", options.get("ignore_eos"), "stop")
-    if stop_token_ids := options.get("stop_token_ids"):
-        extend_ids(start.stop.token_ids, stop_token_ids, "stop.token_ids")
-    _set(start.output, "text", options.get("wants_text"), "output")
-    _set(start.output, "token_ids", options.get("wants_token_ids"), "output")
-    _set(start.output, "skip_special_tokens", options.get("skip_special_tokens"), "output")
-    _set(start.cache, "salt", options.get("cache_salt"), "cache")
-    _set(start.cache, "bypass", options.get("cache_bypass"), "cache")
-    if (time_limit_s := options.get("time_limit_s")) is not None:
-        try:
-            start.time_limit.FromNanoseconds(round(time_limit_s * 1e9))
-        except (OverflowError, TypeError, ValueError) as error:
-            raise InvalidArgument.of("time_limit", f"must be seconds, got {time_limit_s!r}") from error
+    for option, value in options.items():
+        if value is not None:
+            _set(start, _PATHS.get(option, f"sampling.{option}"), value)
     return start
 
 
@@ -141,8 +204,9 @@ def chat_message(chat: Chat) -> pb.ChatPrompt:
     prompt = pb.ChatPrompt(add_generation_prompt=chat.add_generation_prompt)
     for message in chat.messages:
         added = prompt.messages.add(role=message.role, content=message.content)
-        _set(added, "tool_call_id", message.tool_call_id, "chat.messages")
-        _set(added, "name", message.name, "chat.messages")
+        for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
+            if value is not None:
+                _set(added, name, value)
         for call in message.tool_calls:
             added.tool_calls.add(id=call.call_id, name=call.name, arguments=_struct(call.arguments))
     for tool in chat.tools:
@@ -167,15 +231,24 @@ def _set_prompt(start: pb.StartGeneration, prompt: Prompt) -> None:
         extend_ids(start.token_ids.ids, token_ids, "prompt")
 
 
-def _set(message: Message, name: str, value: object, path: str = "") -> None:
-    if value is None:
-        return
+def _set(message: Message, path: str, value: object) -> None:
+    """Set the field at `path` below `message`; a text is no list of texts."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    descriptor = message.DESCRIPTOR.fields_by_name[name]
     try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument.of(
-            f"{path}.{name}" if path else name, f"can't be {value!r}: {error}"
-        ) from error
+        if descriptor.message_type is Duration.DESCRIPTOR:
+            getattr(message, name).FromNanoseconds(round(cast("float", value) * 1e9))
+        elif descriptor.is_repeated and descriptor.message_type is not None:
+            getattr(message, name).update(value)
+        elif descriptor.is_repeated and not isinstance(value, str):
+            message.SetInParent()
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument.of(path, f"can't be {value!r}: {error}") from error
 
 
 def extend_ids(target: MutableSequence[int], token_ids: Sequence[int], path: str) -> None:

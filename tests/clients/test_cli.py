@@ -115,7 +115,9 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
         await run_headrace("generate", "hi", "-t", server.target, "--raw")
         everything = (
             "--max-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 18446744073709551615"
-            " --stop-token-id 4 --stop-token-id 5 --ignore-eos --time-limit 2.5 --special-tokens --model fake"
+            " --frequency-penalty 0.5 --presence-penalty -0.5 --repetition-penalty 1.5 --min-tokens 1"
+            " --stop END --stop FIN --include-stop --stop-token-id 4 --stop-token-id 5 --ignore-eos"
+            " --time-limit 2.5 --special-tokens --model fake"
         )
         await run_headrace("generate", "hi", "-t", server.target, "--raw", *everything.split())
     nothing, all_given = server.record.starts
@@ -126,9 +128,23 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
         text="hi",
         model="fake",
         sampling=generation_pb2.SamplingOptions(
-            temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=2**64 - 1
+            temperature=0.5,
+            top_k=3,
+            top_p=0.75,
+            min_p=0.25,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            repetition_penalty=1.5,
+            seed=2**64 - 1,
         ),
-        stop=generation_pb2.StopOptions(max_tokens=5, token_ids=[4, 5], ignore_eos=True),
+        stop=generation_pb2.StopOptions(
+            max_tokens=5,
+            min_tokens=1,
+            strings=["END", "FIN"],
+            include_stop=True,
+            token_ids=[4, 5],
+            ignore_eos=True,
+        ),
         output=generation_pb2.OutputOptions(skip_special_tokens=False),
     )
     expected.time_limit.FromMilliseconds(2500)

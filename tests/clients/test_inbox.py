@@ -6,7 +6,18 @@ import asyncio
 
 import pytest
 from headrace.clients.errors import Unavailable
-from headrace.clients.events import Accepted, Delta, Event, Finished, FinishReason, Sampling, Timings, Usage
+from headrace.clients.events import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Sampling,
+    Timings,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
 from headrace.clients.inbox import Inbox
 
 ACCEPTED = Accepted(1, 9, Sampling(0.0, 0, 1.0, 0.0, 0), "m")
@@ -39,6 +50,12 @@ async def test_deltas_that_wait_are_joined_and_nothing_else_is() -> None:
         Delta("c", (3,)),
         FINISHED,
     ]
+
+
+def test_joined_deltas_keep_their_logprobs() -> None:
+    one, two = (TokenLogprobs(TokenLogprob(token_id, -0.5, 1, "x")) for token_id in (1, 2))
+    joined = Delta.joined([Delta("a", (1,), 3, (one,), (two,)), Delta("b", (2,), 3, (two,))])
+    assert joined == Delta("ab", (1, 2), 3, (one, two), (two,))
 
 
 async def test_a_reader_that_keeps_up_sees_every_delta() -> None:

@@ -19,33 +19,96 @@ def test_every_option_has_its_field() -> None:
     options: RequestOptions = {
         "request_id": "r",
         "model": "m",
-        "max_tokens": 5,
+        "n": 2,
+        "priority": -1,
+        "time_limit_s": 1.5,
         "temperature": 0.0,
         "top_k": 3,
         "top_p": 0.5,
         "min_p": 0.25,
+        "typical_p": 0.75,
         "seed": 2**64 - 1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {5: -1.0},
+        "allowed_token_ids": [1, 2],
+        "banned_token_ids": [],
+        "bad_words": ["x"],
+        "best_of": 3,
+        "max_tokens": 5,
+        "min_tokens": 1,
+        "stop": ["\n", "end"],
         "stop_token_ids": [1, 2],
         "ignore_eos": False,
-        "time_limit_s": 1.5,
-        "skip_special_tokens": False,
+        "include_stop": True,
         "wants_text": False,
         "wants_token_ids": True,
+        "logprobs": 0,
+        "prompt_logprobs": 4,
+        "echo": True,
+        "skip_special_tokens": False,
+        "json_object": True,
         "cache_salt": "tenant",
         "cache_bypass": False,
+        "speculation": False,
+        "num_speculative_tokens": 6,
     }
-    assert options.keys() == RequestOptions.__annotations__.keys()
+    constraints = {"json_schema", "regex", "grammar", "choice"}
+    assert options.keys() | constraints == RequestOptions.__annotations__.keys()
     expected = pb.StartGeneration(
         request_id="r",
         model="m",
+        n=2,
+        priority=-1,
         text="p",
-        sampling=pb.SamplingOptions(temperature=0.0, top_k=3, top_p=0.5, min_p=0.25, seed=2**64 - 1),
-        stop=pb.StopOptions(max_tokens=5, token_ids=[1, 2], ignore_eos=False),
-        output=pb.OutputOptions(text=False, token_ids=True, skip_special_tokens=False),
+        sampling=pb.SamplingOptions(
+            temperature=0.0,
+            top_k=3,
+            top_p=0.5,
+            min_p=0.25,
+            typical_p=0.75,
+            seed=2**64 - 1,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={5: -1.0},
+            allowed_token_ids=pb.TokenIds(ids=[1, 2]),
+            banned_token_ids=pb.TokenIds(),
+            bad_words=["x"],
+            best_of=3,
+        ),
+        stop=pb.StopOptions(
+            max_tokens=5,
+            min_tokens=1,
+            strings=["\n", "end"],
+            token_ids=[1, 2],
+            ignore_eos=False,
+            include_stop=True,
+        ),
+        output=pb.OutputOptions(
+            text=False, token_ids=True, logprobs=0, prompt_logprobs=4, echo=True, skip_special_tokens=False
+        ),
+        constraint=pb.Constraint(json_object=True),
         cache=pb.CacheOptions(salt="tenant", bypass=False),
+        speculation=pb.SpeculationOptions(enabled=False, num_speculative_tokens=6),
     )
     expected.time_limit.FromMilliseconds(1500)
     assert start_message("p", options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        ({"json_schema": "{}"}, pb.Constraint(json_schema="{}")),
+        ({"regex": "a+"}, pb.Constraint(regex="a+")),
+        ({"grammar": "root ::= x"}, pb.Constraint(grammar="root ::= x")),
+        ({"choice": ["yes", "no"]}, pb.Constraint(choice=pb.Choice(options=["yes", "no"]))),
+    ],
+    ids=str,
+)
+def test_each_constraint_has_its_field(options: RequestOptions, constraint: pb.Constraint) -> None:
+    assert start_message("p", options).constraint == constraint
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3)], ids=type)
@@ -96,6 +159,9 @@ def test_a_chat_carries_tools_and_variables() -> None:
         ({"time_limit_s": float("nan")}, "time_limit"),
         ({"time_limit_s": float("inf")}, "time_limit"),
         ({"request_id": 5}, "request_id"),
+        ({"stop": "one text"}, "stop.strings"),
+        ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
+        ({"choice": [1]}, "constraint.choice.options"),
     ],
     ids=str,
 )
