@@ -78,7 +78,10 @@ async def real_server() -> AsyncIterator[str]:
 
 each_server = pytest.mark.parametrize(
     "serving",
-    [scripted_server, pytest.param(real_server, marks=[pytest.mark.model, pytest.mark.slow])],
+    [
+        scripted_server,
+        pytest.param(real_server, marks=[pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
     ids=["scripted", "real"],
 )
 
