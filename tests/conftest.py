@@ -1,4 +1,4 @@
-"""What holds for every test: no settings from outside, no deadlines in hypothesis, GPU tests on GPUs."""
+"""What holds for every test: no settings from outside, one thread, no deadlines, GPU tests on GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 
 import hypothesis
 import pytest
+
+# Before torch is imported, for this process and its children: tiny products gain nothing from more threads,
+# and on a busy machine each would wait for it at a barrier, milliseconds at a time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A slow machine is no failure; the global timeout catches what hangs.
 hypothesis.settings.register_profile("headrace", deadline=None, print_blob=True)
