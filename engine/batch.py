@@ -11,11 +11,12 @@ from itertools import chain, islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionMetadata
 from headrace.engine.errors import IntegrityError
 from headrace.engine.scheduling.plan import StepPlan
-from numpy.typing import NDArray
-from torch import Tensor
 
 _CPU = torch.device("cpu")
 

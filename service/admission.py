@@ -12,6 +12,7 @@ from itertools import count
 
 import grpc
 from google.rpc import status_pb2
+
 from headrace.engine import (
     EngineDead,
     FailureEvent,

@@ -17,15 +17,6 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import yaml
-from headrace.engine import (
-    BatchingPolicy,
-    CacheConfig,
-    ConfigError,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
-from headrace.service.limits import Limits
 from pydantic import ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -35,6 +26,16 @@ from pydantic_settings import (
     SettingsConfigDict,
     SettingsError,
 )
+
+from headrace.engine import (
+    BatchingPolicy,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from headrace.service.limits import Limits
 
 _PREFIX = "HEADRACE_"
 

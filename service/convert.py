@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct, Value
+
 from headrace.engine import (
     BlockCounts,
     Chat,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from google.protobuf.message import Message
+
 from headrace.engine import FailureEvent, FieldViolation, FinishEvent, TokenEvent
 from headrace.service.admission import (
     Narrator,

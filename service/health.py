@@ -10,6 +10,7 @@ import asyncio
 
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
+
 from headrace.engine import AsyncEngine
 from headrace.service.telemetry import log
 

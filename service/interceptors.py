@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 from grpc_status import rpc_status
+
 from headrace.service.status import RpcFailure, failure_from, invalid
 from headrace.service.telemetry import log, places_of
 from headrace.service.unsupported import unknown_fields

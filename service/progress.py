@@ -7,9 +7,10 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from headrace.service.telemetry import log
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from headrace.service.telemetry import log
 
 _LINE_EVERY = 0.25
 """Share of a stage after which another line is written."""

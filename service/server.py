@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
 from headrace.service.control import ControlServicer, Drainer
 from headrace.service.generation import GenerationServicer
 from headrace.service.health import Health

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from google.rpc import status_pb2
+
 from headrace.engine import (
     FailureEvent,
     FieldViolation,

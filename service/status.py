@@ -10,6 +10,7 @@ from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+
 from headrace.engine import (
     DeadlineExceeded,
     Draining,

@@ -8,6 +8,7 @@ from typing import Final, Protocol, cast
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+
 from headrace.engine import FieldViolation
 from headrace.v1 import generation_pb2 as pb
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import grpc
 import pytest
 from google.protobuf import json_format
+
 from headrace.clients.demo_server import running_server
 from headrace.v1 import generation_pb2
-
 from tests.support.fake_scripts import Step, bad_request, echo, fails
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import HEADRACE, run_headrace

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from rich.console import Console
+
 from headrace.clients.client import InferenceClient
 from headrace.clients.errors import HeadraceError, InvalidArgument, NotFound
 from headrace.clients.events import Delta, Finished, FinishReason, Model
 from headrace.clients.prompts import ChatMessage, RequestOptions
-from rich.console import Console
 
 HELP = """\
 /clear          forget the conversation, keep the system message

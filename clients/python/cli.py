@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
 
 import typer
+
 from headrace.clients import cli_options as opt
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import grpc
 from grpc_health.v1 import health_pb2
+
 from headrace.clients.connection import ConnectionOptions, open_channel, wait_until_connected
 from headrace.clients.convert import answer_from_proto, model_from_proto
 from headrace.clients.events import Answer, Model, RenderedChat, ServingStatus, Tokenization

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 import grpc
+
 from headrace.clients.errors import Unavailable
 from headrace.clients.retry import Attempts
 

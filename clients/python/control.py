@@ -9,6 +9,7 @@ from typing import Self
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+
 from headrace.clients.connection import ConnectionOptions, open_channel
 from headrace.clients.convert import load_from_proto, step_from_proto
 from headrace.clients.errors import error_from_rpc

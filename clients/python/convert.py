@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+
 from headrace.clients import events
 from headrace.clients.errors import ProtocolError
 from headrace.v1 import control_pb2, generation_pb2, model_pb2

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
+
 from headrace.clients.client import InferenceClient
 from headrace.clients.control import ControlClient
 from headrace.clients.demo_prompts import DEMO_REQUESTS, DemoRequest
@@ -19,7 +21,6 @@ from headrace.clients.demo_view import Row, View, make_view
 from headrace.clients.events import Delta, Load
 from headrace.clients.generation import Generation
 from headrace.clients.prompts import ChatMessage
-from rich.console import Console
 
 POLICIES = ("continuous", "static")
 _REFRESH_S = 0.15

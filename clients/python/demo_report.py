@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from headrace.clients.events import StepTotals
 from rich.console import Console
 from rich.table import Table
+
+from headrace.clients.events import StepTotals
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
-from headrace.clients.events import Load
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from headrace.clients.events import Load
 
 _LOAD_LINE_EVERY_S = 1.0
 _FIXED_WIDTH = 26

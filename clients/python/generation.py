@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 import grpc
+
 from headrace.clients.convert import event_from_proto
 from headrace.clients.errors import Cancelled, ProtocolError, error_from_rpc
 from headrace.clients.events import Accepted, Answer, Completion, Delta, Event, Finished

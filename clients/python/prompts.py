@@ -10,6 +10,7 @@ from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
+
 from headrace.clients.errors import InvalidArgument
 from headrace.v1 import generation_pb2 as pb
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
+
 from headrace.clients.errors import HeadraceError, Overloaded, Pushback, Unavailable, error_from_rpc
 
 T = TypeVar("T")

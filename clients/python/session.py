@@ -11,6 +11,7 @@ from typing import Self, TypeAlias, Unpack
 from uuid import uuid4
 
 import grpc
+
 from headrace.clients.errors import (
     AlreadyExists,
     Cancelled,

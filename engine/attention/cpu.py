@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec, Capabilities
-from headrace.engine.kv.storage import KVStorage
 from numpy.typing import NDArray
 from torch import Tensor
+
+from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec, Capabilities
+from headrace.engine.kv.storage import KVStorage
 
 CAPABILITIES = Capabilities(name="cpu", dtypes=frozenset({torch.float32, torch.bfloat16}))
 

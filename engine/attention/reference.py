@@ -6,9 +6,10 @@ Letters as in `headrace.engine.attention.backend`; K is a row's KV length, Q its
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec, Capabilities
 from headrace.engine.kv.storage import KVStorage
-from torch import Tensor
 
 CAPABILITIES = Capabilities(
     name="reference",

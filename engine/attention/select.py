@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
 from headrace.engine.attention import cpu, reference
 from headrace.engine.attention.backend import AttentionBackend, Capabilities
 from headrace.engine.errors import ConfigError

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from torch import Tensor
+
 from headrace.engine.config import CacheConfig, CacheLayout
 from headrace.engine.errors import ConfigError
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

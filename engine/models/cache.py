@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.json_file import JsonFields
 

@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from headrace.engine.errors import ModelLoadError
-from headrace.engine.models.json_file import JsonFields, read_json_object
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from headrace.engine.errors import ModelLoadError
+from headrace.engine.models.json_file import JsonFields, read_json_object
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"

@@ -10,11 +10,12 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionSpec, AttentionStep
 from headrace.engine.models.layers import Linear, RmsNorm, gated_silu, make_linear
 from headrace.engine.models.rope import RotaryTable, rotate
 from headrace.engine.models.spec import EMBEDDING, FINAL_NORM, HEAD, DecoderSpec
-from torch import Tensor
 
 
 class WeightSource(Protocol):

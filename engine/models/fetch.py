@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from filelock import FileLock
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import sha256_of
 from headrace.engine.models.known import KnownModel

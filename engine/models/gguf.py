@@ -14,14 +14,15 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from headrace.engine.models.generation_defaults import GENERATION_CONFIG_FILE
 from headrace.engine.models.gguf_tokenizer import write_gguf_tokenizer
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.runner.protocol import LoadProgress
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 FORMAT_VERSION = 1
 """Part of a converted folder's place in the cache: raised when conversion changes."""

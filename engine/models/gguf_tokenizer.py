@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from headrace.engine.models.json_file import JsonFields
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from headrace.engine.models.json_file import JsonFields
 
 
 class _TokenType(IntEnum):

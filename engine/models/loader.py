@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from headrace.engine.config import ModelConfig, ModelInfo
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models.checkpoint import Checkpoint, read_config
@@ -17,7 +19,6 @@ from headrace.engine.models.generation_defaults import declared_eos_token_ids, l
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.runner.protocol import LoadProgress
-from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from headrace.engine.errors import ModelLoadError
 from torch import Tensor
+
+from headrace.engine.errors import ModelLoadError
 
 
 class RopeKind(StrEnum):

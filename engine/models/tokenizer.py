@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import Tokenizer, decoders
+
 from headrace.engine.errors import InvalidRequest, ModelLoadError, NoChatTemplate
 from headrace.engine.tokenizer import Chat, ChatMessage, Tool, ToolCall
-from tokenizers import Tokenizer, decoders
 
 if TYPE_CHECKING:
     from transformers import TokenizersBackend

@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec, Capabilities
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.storage import KVStorage
 from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
-from torch import Tensor
 
 CAPABILITIES = Capabilities(
     name="native", dtypes=frozenset(DTYPE_CODES), max_head_dim=512, head_dim_multiple=8

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
 from headrace.engine.native.build import default_folders, library_stem
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}

@@ -6,8 +6,9 @@ Letters: T tokens, K width, H heads, D head width, R rows, V vocabulary.
 from __future__ import annotations
 
 import torch
-from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
 from torch import Tensor
+
+from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
 
 
 class NativeTokenOps:

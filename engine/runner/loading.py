@@ -6,6 +6,7 @@ import logging
 import time
 
 import torch
+
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv.storage import KVShape, KVStorage, available_memory, resolve_layout

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionBackend, AttentionStep
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout
@@ -13,7 +15,6 @@ from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.sampler import SampledRow, SampledTokens, sample
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
-from torch import Tensor
 
 _NOT_FINITE = "the model's output for this request is not finite (NaN or infinity)"
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from headrace.engine.sampling.draws import Purpose, uniform
 from headrace.engine.sampling.params import SamplingParams
-from torch import Tensor
 
 _FEW = 512
 """So many likeliest tokens nearly always hold the mass that top-p asks for."""

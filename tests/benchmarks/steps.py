@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -34,7 +36,6 @@ from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
-from torch import Tensor
 
 T = TypeVar("T")
 

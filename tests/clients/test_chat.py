@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
-from headrace.v1 import generation_pb2
 
+from headrace.v1 import generation_pb2
 from tests.support.fake_scripts import Accept, Say, Step, fails, says
 from tests.support.fake_server import FakeServer, running_fake_server
 from tests.support.programs import headrace_on_terminal, run_headrace

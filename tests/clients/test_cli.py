@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from headrace.v1 import generation_pb2
 
+from headrace.v1 import generation_pb2
 from tests.support.fake_scripts import Accept, Say, Step, bad_request, fails, says
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import HEADRACE, run_headrace, start_headrace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from headrace.clients import (
     Chat,
     ChatMessage,
@@ -13,7 +14,6 @@ from headrace.clients import (
     ServingStatus,
     Unavailable,
 )
-
 from tests.support.fake_server import running_fake_server
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from headrace.clients import ControlClient, Unavailable
 from headrace.clients.events import StepTotals
 from headrace.clients.retry import RetryPolicy
-
 from tests.support.fake_server import running_fake_server
 
 

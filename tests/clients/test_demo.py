@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from headrace.clients.demo import DemoFailedError, run_demo
 from headrace.clients.demo_prompts import DEMO_REQUESTS, DemoRequest
-
 from tests.support.programs import headrace_on_terminal, start_headrace
 
 SERVE = (sys.executable, "-m", "tests.support.serve_fake")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
+from rich.console import Console
+
 from headrace.clients.demo_report import RunFigures, explanation, figures_as_json, percentile, print_report
 from headrace.clients.events import StepTotals
-from rich.console import Console
 
 
 def figures(batching: str, num_steps: int, num_rows: int, wall_s: float) -> RunFigures:

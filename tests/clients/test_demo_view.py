@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
 from headrace.clients.demo_prompts import DEMO_REQUESTS
 from headrace.clients.demo_view import LiveView, PlainView, Row, make_view
 from headrace.clients.events import KvBlocks, Load, StepTotals
-from rich.cells import cell_len
-from rich.console import Console
 
 LOAD = Load(8, 3, 8, KvBlocks(200, 150, 0, 50), StepTotals(), "continuous")
 

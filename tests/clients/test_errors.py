@@ -6,9 +6,9 @@ import copy
 
 import grpc
 import pytest
+
 from headrace.clients import InferenceClient, RetryPolicy, errors
 from headrace.clients.errors import HeadraceError, error_from_status
-
 from tests.support.fake_scripts import bad_request, fails, retry_info, status_of
 from tests.support.fake_server import running_fake_server
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+
 from headrace.clients import (
     Accepted,
     Cancelled,
@@ -25,7 +26,6 @@ from headrace.clients import (
     Unavailable,
 )
 from headrace.v1 import generation_pb2
-
 from tests.support.fake_scripts import (
     Accept,
     Fail,

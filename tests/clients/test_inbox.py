@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from headrace.clients.errors import Unavailable
 from headrace.clients.events import (
     Accepted,

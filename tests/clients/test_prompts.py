@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 from google.protobuf import json_format
+
 from headrace.clients.errors import InvalidArgument
 from headrace.clients.prompts import Chat, ChatMessage, Prompt, RequestOptions, Tool, ToolCall, start_message
 from headrace.v1 import generation_pb2 as pb

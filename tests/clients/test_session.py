@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+
 from headrace.clients import (
     AlreadyExists,
     Cancelled,
@@ -24,7 +25,6 @@ from headrace.clients import (
     Unavailable,
 )
 from headrace.v1 import generation_pb2
-
 from tests.support.fake_scripts import (
     Accept,
     Fail,

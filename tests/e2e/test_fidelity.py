@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from headrace.engine import (
     AsyncEngine,
     CacheConfig,
@@ -20,8 +22,6 @@ from headrace.engine import (
     load_model,
 )
 from headrace.engine.models.tokenizer import load_tokenizer
-from transformers import AutoModelForCausalLM
-
 from tests.support.default_model import default_model_path
 from tests.support.prompts import chats
 from tests.support.requests import make_request

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
+
 from headrace.v1.control_pb2 import GetLoadRequest
 from headrace.v1.generation_pb2 import GenerateRequest
-
 from tests.support.fake_runner import expected_output
 from tests.support.server_process import ServerProcess, server_process
 from tests.support.service import PROMPT, GenerateCall, ids_of, make_start, rest_of, until

@@ -1,8 +1,8 @@
 """Prefix caching through the whole engine: the same answers, less work, nothing shared that should not be."""
 
 import pytest
-from headrace.engine import AsyncEngine, FinishEvent, TokenEvent
 
+from headrace.engine import AsyncEngine, FinishEvent, TokenEvent
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
 

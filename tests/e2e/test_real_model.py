@@ -12,6 +12,7 @@ import pytest
 import torch
 from google.rpc import code_pb2
 from grpc_health.v1.health_pb2 import HealthCheckResponse
+
 from headrace.v1.generation_pb2 import (
     ChatMessage,
     ChatPrompt,
@@ -19,7 +20,6 @@ from headrace.v1.generation_pb2 import (
     StartGeneration,
     StopOptions,
 )
-
 from tests.support.model_files import edited_json
 from tests.support.server_process import ROOT, server_process
 from tests.support.service import RawSession, ids_of, make_start

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from headrace.engine import (
     AsyncEngine,
     FailureEvent,
@@ -14,7 +15,6 @@ from headrace.engine import (
 )
 from headrace.engine.outputs import TokenLogprob, TokenLogprobs
 from headrace.engine.scheduling.plan import RowResult, StepResult
-
 from tests.support.fake_runner import FakeRunner, expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
 

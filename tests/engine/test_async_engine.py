@@ -2,6 +2,7 @@ import asyncio
 import threading
 
 import pytest
+
 from headrace.engine import (
     AsyncEngine,
     DeadlineExceeded,
@@ -15,7 +16,6 @@ from headrace.engine import (
     RequestId,
     TokenEvent,
 )
-
 from tests.support.engines import Gate, assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request

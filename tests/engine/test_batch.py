@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from headrace.engine.attention.backend import AttentionMetadata
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout
@@ -12,9 +15,6 @@ from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.support.contract_backend import check_metadata
 from tests.support.shadow_kv import ShadowKV, ShadowViolationError
 

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.config import CacheConfig, CacheLayout, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.errors import ConfigError
 

@@ -1,6 +1,7 @@
 import gc
 
 import pytest
+
 from headrace.engine import (
     FinishEvent,
     FinishReason,
@@ -12,7 +13,6 @@ from headrace.engine import (
 from headrace.engine.core import EngineCore
 from headrace.engine.live import LiveRequest
 from headrace.engine.scheduling.plan import StepResult
-
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
 

@@ -3,6 +3,10 @@ preemption is common. After every rule the books must add up; at the end every r
 
 from __future__ import annotations
 
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from headrace.engine import (
     BatchingPolicy,
     FailureEvent,
@@ -17,10 +21,6 @@ from headrace.engine import (
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.scheduling.plan import RowResult, StepResult
 from headrace.engine.sequence import Request
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from tests.support.fake_runner import EOS, expected_output, make_fake_model, next_token
 from tests.support.requests import make_config, make_request
 

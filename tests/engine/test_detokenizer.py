@@ -1,8 +1,8 @@
 import pytest
-from headrace.engine.detokenizer import IncrementalDetokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.detokenizer import IncrementalDetokenizer
 from tests.support.fake_runner import BOS, EOS, FakeTokenizer
 
 HARD_TEXTS = [

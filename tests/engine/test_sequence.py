@@ -1,7 +1,7 @@
 import pytest
+
 from headrace.engine.errors import InvalidTransition
 from headrace.engine.sequence import SequenceStatus
-
 from tests.support.requests import make_request
 from tests.support.sequences import make_sequence
 

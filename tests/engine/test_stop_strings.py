@@ -1,7 +1,8 @@
 import pytest
-from headrace.engine.stop_strings import StopStrings
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headrace.engine.stop_strings import StopStrings
 
 
 def run(

@@ -1,7 +1,7 @@
 import pytest
+
 from headrace.engine.sequence import OutputParams, StopConditions
 from headrace.engine.text import OutputText
-
 from tests.support.fake_runner import BOS, EOS, FakeTokenizer
 
 TEXT = "one 🦀 two, naïve. END more"

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from headrace.engine import EngineDead, FailureEvent, RequestFailed
 
+from headrace.engine import EngineDead, FailureEvent, RequestFailed
 from tests.support.engines import Gate, assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output
 from tests.support.requests import make_config, make_request

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import grpc
 import pytest
 from google.rpc import code_pb2
+
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.v1.generation_pb2 import ChatMessage, ChatPrompt, GenerateRequest, StartGeneration
-
 from tests.support.fake_runner import FakeTokenizer, expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (

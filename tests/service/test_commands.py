@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from headrace.service.__main__ import main
 from headrace.service.commands import pull, serve
 

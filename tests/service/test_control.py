@@ -7,6 +7,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
 from headrace.v1.control_pb2 import (
     DrainRequest,
     FlushCacheRequest,
@@ -16,7 +17,6 @@ from headrace.v1.control_pb2 import (
     WatchStepsRequest,
     WatchStepsResponse,
 )
-
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
+
 from headrace.engine import (
     BlockCounts,
     FinishEvent,
@@ -48,7 +49,6 @@ from headrace.v1.generation_pb2 import (
     Tool,
     ToolCall,
 )
-
 from tests.support.fake_runner import VOCAB_SIZE, make_fake_model
 from tests.support.service import generate, make_start, running_service, status_of, violated_fields
 

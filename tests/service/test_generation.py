@@ -7,6 +7,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
+
 from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import (
     FINISH_REASON_LENGTH,
@@ -21,7 +22,6 @@ from headrace.v1.generation_pb2 import (
     StartGeneration,
     StopOptions,
 )
-
 from tests.support.fake_runner import EOS, FakeTokenizer, expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (

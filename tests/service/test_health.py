@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from headrace.service.health import LIVENESS, READINESS
 
+from headrace.service.health import LIVENESS, READINESS
 from tests.support.fake_runner import make_fake_model
 from tests.support.service import Gate, RunningService, generate_ids, make_start, running_service, until
 

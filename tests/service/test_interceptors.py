@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+
 from headrace.engine import InvalidRequest
 from headrace.service.interceptors import Context, Guard
 from headrace.v1.control_pb2 import GetLoadRequest, GetLoadResponse, WatchStepsRequest, WatchStepsResponse
@@ -16,7 +17,6 @@ from headrace.v1.control_pb2_grpc import (
     ControlServiceStub,
     add_ControlServiceServicer_to_server,
 )
-
 from tests.support.service import reason_of, status_of, violated_fields
 
 SECRET = "tell-nobody"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from headrace.service.limits import is_valid_request_id
 
 

@@ -4,6 +4,7 @@ from collections.abc import Awaitable
 
 import grpc
 import pytest
+
 from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import ChatMessage, ChatPrompt
 from headrace.v1.model_pb2 import (
@@ -14,7 +15,6 @@ from headrace.v1.model_pb2 import (
     ScoreRequest,
     TokenizeRequest,
 )
-
 from tests.support.fake_runner import BOS, EOS, VOCAB_SIZE, make_fake_model
 from tests.support.service import running_service, status_of, violated_fields
 

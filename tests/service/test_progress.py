@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 
 import structlog
+
 from headrace.service.progress import ShownProgress
 
 

@@ -6,11 +6,11 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+
 from headrace.service.limits import Limits
 from headrace.service.server import BindError, Endpoint, bind
 from headrace.v1.generation_pb2 import StartGeneration
 from headrace.v1.model_pb2 import TokenizeRequest
-
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.service import PROMPT, generate, generate_ids, make_start, running_service
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import grpc
 import pytest
+
 from headrace.engine import AsyncEngine
 from headrace.service.limits import Limits
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.status import RpcFailure
 from headrace.service.text import TextWorkers
-
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config
 

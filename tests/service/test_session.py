@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 from google.rpc import code_pb2
+
 from headrace.engine import LoadedModel
 from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import (
@@ -14,7 +15,6 @@ from headrace.v1.generation_pb2 import (
     StartGeneration,
     StopOptions,
 )
-
 from tests.support.fake_runner import FakeTokenizer, expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+
 from headrace.engine import (
     ConfigError,
     DeadlineExceeded,
@@ -19,7 +20,6 @@ from headrace.engine import (
 )
 from headrace.service.limits import MAX_DETAILED_VIOLATIONS
 from headrace.service.status import RpcFailure, failure_from, invalid, not_offered, unknown_model
-
 from tests.support.service import detail, reason_of, violated_fields
 
 CODES = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+
 from headrace.service.telemetry import configure_logging, log, log_loop_fault, places_of
 
 SECRET = "tell-nobody"

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from headrace.engine import Chat, ChatMessage, NoChatTemplate, Overloaded
 from headrace.service.limits import Limits
 from headrace.service.text import TextWorkers
-
 from tests.support.fake_runner import BOS, FakeTokenizer
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from headrace.engine.config import CacheLayout
 from headrace.engine.kv.storage import KVShape, KVStorage
-from torch import Tensor
 
 
 @dataclass(frozen=True)

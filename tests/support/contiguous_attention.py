@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from headrace.engine.attention.backend import AttentionSpec
 from torch import Tensor
+
+from headrace.engine.attention.backend import AttentionSpec
 
 
 class ContiguousAttention:

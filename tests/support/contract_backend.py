@@ -7,6 +7,8 @@ contents of every page that is loaded.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -16,7 +18,6 @@ from headrace.engine.attention.backend import (
 )
 from headrace.engine.attention.reference import ReferenceBackend
 from headrace.engine.kv.storage import KVStorage
-from torch import Tensor
 
 
 class ContractViolationError(AssertionError):

@@ -17,7 +17,6 @@ from headrace.engine import (
     TokenStream,
 )
 from headrace.engine.scheduling.plan import StepPlan
-
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
 

@@ -21,6 +21,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+
 from headrace.v1 import generation_pb2
 
 

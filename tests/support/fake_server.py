@@ -14,11 +14,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+
 from headrace.v1 import control_pb2, generation_pb2, model_pb2
 from headrace.v1.control_pb2_grpc import ControlServiceServicer, add_ControlServiceServicer_to_server
 from headrace.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from headrace.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
-
 from tests.support.fake_scripts import Fail, Script, echo, events_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

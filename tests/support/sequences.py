@@ -9,7 +9,6 @@ from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, SequenceId
-
 from tests.support.requests import make_request
 
 _ids = count()

@@ -14,7 +14,6 @@ from headrace.engine import LoadedModel, LoadProgress, ModelLoadError
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.service.commands import serve
 from headrace.service.config import ServiceConfig
-
 from tests.support.fake_runner import make_fake_model
 
 STEP_S = 0.01

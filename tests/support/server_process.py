@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from headrace.v1.control_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 

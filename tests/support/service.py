@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+
 from headrace.engine import AsyncEngine, EngineConfig, LoadedModel
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.service.control import Drainer
@@ -38,7 +39,6 @@ from headrace.v1.generation_pb2 import (
 )
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_pb2_grpc import ModelServiceStub
-
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config
 

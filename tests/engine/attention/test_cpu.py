@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec
-from headrace.engine.attention.cpu import CpuBackend
-from headrace.engine.attention.reference import ReferenceBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec
+from headrace.engine.attention.cpu import CpuBackend
+from headrace.engine.attention.reference import ReferenceBackend
 from tests.support.attention_cases import AttentionCase, make_case
 
 DECODE = [(15, 1), (16, 1), (63, 1), (64, 1), (200, 1), (0, 1)]

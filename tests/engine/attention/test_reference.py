@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec
 from headrace.engine.attention.reference import ReferenceBackend
-
 from tests.support.attention_cases import AttentionCase, make_case
 
 MIXED_ROWS = [(0, 7), (12, 1), (5, 4), (30, 1), (0, 1)]

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+
 from headrace.engine.attention.backend import Capabilities
 from headrace.engine.attention.select import check_capabilities, select_backend
 from headrace.engine.config import CacheConfig, CacheLayout

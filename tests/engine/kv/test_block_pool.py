@@ -1,4 +1,5 @@
 import pytest
+
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.block_pool import NULL_BLOCK, BlockPool
 

@@ -1,4 +1,5 @@
 import pytest
+
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import KVCacheManager

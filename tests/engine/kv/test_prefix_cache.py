@@ -1,4 +1,5 @@
 import pytest
+
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.prefix_cache import BlockKey, PrefixCache, chain_root, next_key
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from headrace.engine.config import CacheConfig, CacheLayout
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import (

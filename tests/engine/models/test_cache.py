@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import MANIFEST_FILE, ensure_folder, is_intact, sha256_of
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.checkpoint import Checkpoint, read_config
 from headrace.engine.models.registry import spec_of
-
 from tests.support.model_files import edited_json, edited_tensors
 from tests.support.tiny_models import write_tiny_llama
 

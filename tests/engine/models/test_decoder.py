@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 from headrace.engine.config import ModelConfig
 from headrace.engine.models import layers
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, write_tiny_llama

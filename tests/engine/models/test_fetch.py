@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.fetch import HUB_PATTERNS, counted_bytes, pip_download
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM
+
 from headrace.engine.config import ModelConfig
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models import gguf
 from headrace.engine.models.gguf import convert_gguf
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
-from transformers import AutoModelForCausalLM
-
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import IM_END_ID, IM_START_ID, tiny_llama
 

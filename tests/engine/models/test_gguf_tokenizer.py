@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.gguf import convert_gguf
 from headrace.engine.models.gguf_tokenizer import write_gguf_tokenizer
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.tokenizer import HFTokenizer, load_tokenizer
 from headrace.engine.tokenizer import Chat, ChatMessage
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import CHAT_TEMPLATE, IM_END_ID, IM_START_ID, tiny_tokenizer
 

@@ -8,13 +8,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import is_intact
 from headrace.engine.models.checkpoint import read_config
 from headrace.engine.models.hub import Sources, list_models, resolve_model
 from headrace.engine.models.known import KnownModel
 from headrace.engine.runner.protocol import LoadProgress
-
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_llama
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.json_file import JsonFields
 

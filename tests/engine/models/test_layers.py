@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from headrace.engine.models.layers import (
     DenseLinear,
     PrepackedLinear,
@@ -13,7 +15,6 @@ from headrace.engine.models.layers import (
     gated_silu,
     make_linear,
 )
-from torch import Tensor
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from headrace.engine.config import ModelConfig
-from headrace.engine.errors import ConfigError, ModelLoadError
-from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from headrace.engine.config import ModelConfig
+from headrace.engine.errors import ConfigError, ModelLoadError
+from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json, edited_tensors
 from tests.support.tiny_models import IM_END_ID, MAX_POSITIONS, VOCAB_SIZE, write_tiny_llama

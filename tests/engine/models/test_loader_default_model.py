@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from headrace.engine.config import ModelConfig
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.tokenizer import Chat, ChatMessage
-from transformers import AutoModelForCausalLM
-
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.default_model import default_model_path
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.registry import SUPPORTED_ARCHITECTURES, spec_of
 from headrace.engine.models.rope import RopeKind
 from headrace.engine.models.spec import DecoderSpec
-
 from tests.support.tiny_models import tiny_llama
 
 

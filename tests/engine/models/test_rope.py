@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headrace.engine.models.rope import RopeKind, RopeSpec, RotaryTable, rope_frequencies, rotate
 from torch import Tensor
+
+from headrace.engine.models.rope import RopeKind, RopeSpec, RotaryTable, rope_frequencies, rotate
 
 
 def table_of(spec: RopeSpec, head_dim: int, max_positions: int) -> RotaryTable:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import HEAD
-
 from tests.support.tiny_models import tiny_llama
 
 

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from headrace.engine.errors import InvalidRequest, ModelLoadError, NoChatTemplate
-from headrace.engine.models.tokenizer import HFTokenizer, load_tokenizer
-from headrace.engine.tokenizer import Chat, ChatMessage, Tool, ToolCall
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from headrace.engine.errors import InvalidRequest, ModelLoadError, NoChatTemplate
+from headrace.engine.models.tokenizer import HFTokenizer, load_tokenizer
+from headrace.engine.tokenizer import Chat, ChatMessage, Tool, ToolCall
 from tests.support.model_files import edited_json
 from tests.support.tiny_models import (
     END_OF_TEXT_ID,

@@ -1,4 +1,5 @@
 import pytest
+
 from headrace.engine.errors import EngineDead
 from headrace.engine.runner.fault_barrier import FaultBarrier
 from headrace.engine.sampling.params import SamplingParams

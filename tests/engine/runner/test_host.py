@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from headrace.engine.runner.host import cpu_quota, prepare_host, usable_cores
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from headrace.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.runner.loading import load
-
 from tests.support.plan_loop import make_sequences, run_to_end
 from tests.support.tiny_models import IM_END_ID, MAX_POSITIONS, VOCAB_SIZE, tiny_llama, write_tiny_llama
 

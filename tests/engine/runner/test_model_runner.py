@@ -8,6 +8,8 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionBackend, AttentionStep
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.attention.reference import ReferenceBackend
@@ -21,8 +23,6 @@ from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
-from torch import Tensor
-
 from tests.support.contract_backend import ContractCheckingBackend
 from tests.support.plan_loop import GREEDY, LoopSequence, make_sequences, num_blocks_for, run_to_end
 from tests.support.shadow_kv import ShadowKV

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+
 from headrace.engine.sampling.draws import Purpose, uniform
 
 

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from headrace.engine.errors import InvalidRequest
 from headrace.engine.sampling.params import SamplingParams
 

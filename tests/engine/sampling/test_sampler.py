@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.sampling.sampler import SampledRow, sample, token_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.sampling.sampler import SampledRow, sample, token_weights
 
 LOGITS = (1.0, 3.0, -2.0, 2.5, 0.0, 3.0, -math.inf, 1.5)
 """Two likeliest tokens at a tie, one impossible token."""

@@ -1,6 +1,6 @@
 import pytest
-from headrace.engine.scheduling.queue import SequenceQueue
 
+from headrace.engine.scheduling.queue import SequenceQueue
 from tests.support.sequences import make_sequence
 
 

@@ -1,7 +1,7 @@
 import pytest
+
 from headrace.engine.config import BatchingPolicy
 from headrace.engine.sequence import SequenceStatus
-
 from tests.support.sequences import SchedulerHarness
 
 
