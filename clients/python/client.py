@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, Unpack
-from uuid import uuid4
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -96,8 +95,7 @@ class InferenceClient:
         Raises:
             InvalidArgument: an option does not fit its type.
         """
-        start = start_message(prompt, options)
-        start.request_id = start.request_id or uuid4().hex
+        start = start_message(prompt, options, self._connection.max_message_bytes)
         stub = GenerationServiceStub(self._opened())
 
         def send(remaining_s: float | None) -> GenerateCall:
@@ -113,8 +111,7 @@ class InferenceClient:
         Raises:
             HeadraceError: the request failed; the class says why.
         """
-        start = start_message(prompt, options)
-        start.request_id = start.request_id or uuid4().hex
+        start = start_message(prompt, options, self._connection.max_message_bytes)
         stub = GenerationServiceStub(self._opened())
         response = await call_with_retries(
             lambda remaining_s: stub.GenerateOnce(
@@ -139,6 +136,7 @@ class InferenceClient:
             connect=lambda: wait_until_connected(channel, self.target, self._attempts(timeout_s)),
             open_stream=open_stream,
             new_attempts=self._attempts,
+            max_message_bytes=self._connection.max_message_bytes,
         )
 
     # ---- models and text ----

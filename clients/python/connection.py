@@ -25,7 +25,7 @@ class ConnectionOptions:
 
     keepalive_time_s: float = 30.0
     keepalive_timeout_s: float = 10.0
-    max_message_bytes: int = 64 * 1024 * 1024
+    max_message_bytes: int = 16 * 1024 * 1024
 
 
 def open_channel(

@@ -164,7 +164,11 @@ def error_from_status(status: status_pb2.Status) -> HeadraceError:
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> HeadraceError:
     """The error that a failed RPC stands for, its google.rpc.Status details included where it has any."""
-    return _build(error.code(), error.details() or error.code().name, _details_of(error))
+    message = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
+        # gRPC's own words for a deadline that this side kept; a server's would say more.
+        message = "the deadline passed before the answer was complete"
+    return _build(error.code(), message, _details_of(error))
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> Iterable[AnyMessage]:

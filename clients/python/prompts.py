@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
+from uuid import uuid4
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
@@ -149,6 +150,8 @@ class RequestOptions(TypedDict, total=False):
     num_speculative_tokens: int
 
 
+_ENVELOPE_BYTES = 64
+
 _PATHS = {
     "request_id": "request_id",
     "model": "model",
@@ -182,8 +185,11 @@ _PATHS = {
 """Option to the protocol's field; one that is not listed is a field of `sampling` by the same name."""
 
 
-def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration:
-    """The protocol's message for a request. Only what was given is set.
+def start_message(prompt: Prompt, options: RequestOptions, max_bytes: int) -> pb.StartGeneration:
+    """The protocol's message for a request. What was not given is not set, the label aside, which is made.
+
+    Args:
+        max_bytes: longest message.
 
     Raises:
         InvalidArgument: a value does not fit the protocol's type. Ranges are the server's to judge.
@@ -197,6 +203,12 @@ def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration
     for option, value in options.items():
         if value is not None:
             _set(start, _PATHS.get(option, f"sampling.{option}"), value)
+    start.request_id = start.request_id or uuid4().hex
+    # Some room for what the message is sent in.
+    if start.ByteSize() > max_bytes - _ENVELOPE_BYTES:
+        raise InvalidArgument.of(
+            "prompt", f"makes a message of {start.ByteSize()} bytes: the connection takes up to {max_bytes}"
+        )
     return start
 
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeAlias, Unpack
-from uuid import uuid4
 
 import grpc
 
@@ -119,6 +118,7 @@ class Session:
         connect: waits until the server is reached.
         open_stream: opens the stream.
         new_attempts: begins the count of a request's attempts.
+        max_message_bytes: longest message that may be sent.
     """
 
     def __init__(
@@ -126,10 +126,12 @@ class Session:
         connect: Callable[[], Awaitable[None]],
         open_stream: Callable[[], SessionCall],
         new_attempts: Callable[[], Attempts],
+        max_message_bytes: int,
     ) -> None:
         self._connect = connect
         self._open_stream = open_stream
         self._new_attempts = new_attempts
+        self._max_message_bytes = max_message_bytes
         self._call: SessionCall | None = None
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -166,8 +168,7 @@ class Session:
             raise RuntimeError("the session is closed: it takes no more requests")
         if self._broken_by is not None:
             raise copy.copy(self._broken_by)
-        start = start_message(prompt, options)
-        start.request_id = start.request_id or uuid4().hex
+        start = start_message(prompt, options, self._max_message_bytes)
         if start.request_id in self._open:
             raise AlreadyExists(
                 f"request {start.request_id!r} of this session is not finished yet: use another request_id",

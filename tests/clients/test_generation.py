@@ -235,7 +235,7 @@ async def test_cancel_ends_the_wait_between_two_attempts() -> None:
 
 async def test_a_deadline_ends_a_silent_request() -> None:
     async with running_fake_server(says_and_hangs) as server, InferenceClient(server.target) as client:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match="the deadline passed"):
             await client.generate("hello", timeout_s=0.2, request_id="r").answer()
         await server.record.until(lambda record: record.cancelled == ["r"])
 

@@ -7,13 +7,28 @@ from typing import cast
 import pytest
 from google.protobuf import json_format
 
+from headrace.clients import prompts
 from headrace.clients.errors import InvalidArgument
-from headrace.clients.prompts import Chat, ChatMessage, Prompt, RequestOptions, Tool, ToolCall, start_message
+from headrace.clients.prompts import Chat, ChatMessage, Prompt, RequestOptions, Tool, ToolCall
 from headrace.v1 import generation_pb2 as pb
 
 
-def test_nothing_is_set_that_was_not_given() -> None:
-    assert start_message("hello", {}) == pb.StartGeneration(text="hello")
+def start_message(prompt: Prompt, options: RequestOptions) -> pb.StartGeneration:
+    """With the usual limit."""
+    return prompts.start_message(prompt, options, max_bytes=2**20)
+
+
+def test_nothing_is_set_that_was_not_given_but_the_label() -> None:
+    start, another = start_message("hello", {}), start_message("hello", {})
+    assert start == pb.StartGeneration(text="hello", request_id=start.request_id)
+    assert start.request_id != another.request_id
+
+
+def test_a_request_too_long_for_the_connection_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(InvalidArgument, match="up to 1000") as caught:
+        prompts.start_message("x" * 1000, {}, max_bytes=1000)
+    assert caught.value.violations[0].field == "prompt"
+    assert prompts.start_message("x" * 800, {}, max_bytes=1000).text
 
 
 def test_every_option_has_its_field() -> None:

@@ -11,6 +11,7 @@ import pytest
 from headrace.clients import (
     AlreadyExists,
     Cancelled,
+    ConnectionOptions,
     DeadlineExceeded,
     Delta,
     Event,
@@ -402,6 +403,20 @@ async def test_a_lost_event_fails_that_request_alone() -> None:
         await server.record.until(lambda record: record.cancelled == [broken.request_id])
         gate.opened.set()
         assert (await kept.answer()).text == "first a"
+
+
+async def test_a_request_too_long_for_the_connection_harms_no_other() -> None:
+    gate = Gate()
+    async with (
+        running_fake_server(gate.says("a")) as server,
+        InferenceClient(server.target, connection=ConnectionOptions(max_message_bytes=1000)) as client,
+        client.session() as session,
+    ):
+        running = session.generate("one")
+        with pytest.raises(InvalidArgument, match="up to 1000"):
+            session.generate("x" * 2000)
+        gate.opened.set()
+        assert (await running.answer()).text == "first a"
 
 
 async def test_a_sessions_own_deadline_ends_its_requests() -> None:
