@@ -110,7 +110,7 @@ def load_default() -> NativeLibrary:
 
 
 def _variants(functions: ctypes.CDLL) -> tuple[str, ...]:
-    names = []
+    names: list[str] = []
     while (name := functions.headrace_variant(len(names))) is not None:
         names.append(name.decode())
     return tuple(names)

@@ -48,9 +48,9 @@ def with_logprobs(outcome: RowResult) -> RowResult:
     return replace(outcome, logprobs=tuple(logprobs))
 
 
-def engine_of(*, config=None, **options):
+def engine_of(*, config=None, before_step=lambda plan: None, **options):
     model = make_fake_model(block_size=BLOCK, **options)
-    runner = IndexedRunner(model.layout, model.runner.before_step)
+    runner = IndexedRunner(model.layout, before_step)
     return AsyncEngine(replace(model, runner=runner), config or make_config(max_num_seqs=4))
 
 

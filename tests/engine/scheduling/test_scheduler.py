@@ -144,7 +144,7 @@ def test_arrivals_are_admitted_in_order():
 def test_slots_are_kept_while_running_and_never_shared():
     h = SchedulerHarness(max_num_seqs=3)
     sequences = [h.add(prompt_len=2, max_tokens=2 + i % 4) for i in range(9)]
-    slot_of: dict[int, int] = {}
+    slot_of: dict[int, int | None] = {}
     while h.scheduler.running or h.scheduler.waiting:
         h.step()
         running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
