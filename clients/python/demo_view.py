@@ -100,7 +100,8 @@ class LiveView:
         for row in rows:
             table.add_row(*_cells(row, now_s, answer_width))
         title = Text(self._title, style="bold", no_wrap=True, overflow="ellipsis")
-        return Group(title, table, Text(_totals(now_s, rows, load), style="bold", no_wrap=True))
+        totals = Text(_totals(now_s, rows, load), style="bold", no_wrap=True, overflow="ellipsis")
+        return Group(title, table, totals)
 
 
 class PlainView:
