@@ -1,7 +1,8 @@
 """From a step's plan to the tensors of one forward pass: the only place where they are made.
 
 All rows lie behind each other on one flat token axis (selective batching, Orca, OSDI '22).
-Letters: T tokens of the step, B rows, R sampled rows, M width of the block table, S block size.
+Letters: T tokens of the step, B rows, R sampled rows, P prompt tokens to be told, M width of the block
+table, S block size.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ class ModelInput:
         input_ids: (T,), int64.
         positions: (T,), int64: place of each token in its own sequence.
         attention: where the tokens stand in the paged cache.
-        logits_rows: (R,), int64: tokens of the flat axis whose logits are wanted, ascending; may be empty.
+        logits_rows: (R,), int64: tokens of the flat axis behind which one is drawn, ascending; may be empty.
+        prompt_rows: (P,), int64: tokens of the flat axis whose successor in the prompt is to be told with its
+            logprob, ascending; nearly always empty.
     """
 
     input_ids: Tensor
     positions: Tensor
     attention: AttentionMetadata
     logits_rows: Tensor
+    prompt_rows: Tensor
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) -> ModelInput:
@@ -82,7 +86,18 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
             max_seq_len=int(seq_lens.max()),
         ),
         logits_rows=tensor(cu_seqlens_q[1:][is_sampled] - 1, np.int64),
+        prompt_rows=tensor(_prompt_rows(plan, cu_seqlens_q), np.int64),
     )
+
+
+def _prompt_rows(plan: StepPlan, cu_seqlens_q: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(P,): the first so many tokens of each row that has to tell what follows them."""
+    runs = [
+        np.arange(first, first + row.num_prompt_successors)
+        for row, first in zip(plan.rows, cu_seqlens_q[:-1].tolist(), strict=True)
+        if row.num_prompt_logprobs is not None
+    ]
+    return np.concatenate(runs) if runs else np.empty(0, np.int64)
 
 
 def _cumulated(lens: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -75,6 +75,19 @@ class Decoder:
         Returns:
             (R, V), fp32.
         """
+        return self.logits(self.hidden(input_ids, positions, attention, logits_rows))
+
+    @torch.inference_mode()
+    def hidden(self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor) -> Tensor:
+        """Compute one step as far as the head: whoever wants many rows' logits takes them in slices.
+
+        Args:
+            input_ids, positions, attention: see `forward`.
+            rows: (R,), int64: indices into the token axis.
+
+        Returns:
+            (R, hidden size): what `logits` takes.
+        """
         hidden = F.embedding(input_ids, self._embedding)
         rotary = self._rotary.rows(positions)
         for layer in self._layers[:-1]:
@@ -82,10 +95,24 @@ class Decoder:
         last = self._layers[-1]
         attended = last.attend(hidden, rotary, attention)
         # Past the last attention no token needs another: go on with the wanted rows alone.
-        if logits_rows.shape[0] == 0:
+        if rows.shape[0] == 0:
+            return hidden[:0]
+        hidden = last.finish(hidden.index_select(0, rows), attended.index_select(0, rows))
+        return self._final_norm(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Go from `hidden`'s rows, all or some, to logits.
+
+        Args:
+            hidden: (R, hidden size).
+
+        Returns:
+            (R, V), fp32.
+        """
+        if hidden.shape[0] == 0:
             return torch.empty((0, self._spec.vocab_size), dtype=torch.float32, device=self.device)
-        hidden = last.finish(hidden.index_select(0, logits_rows), attended.index_select(0, logits_rows))
-        return self._head(self._final_norm(hidden)).float()
+        return self._head(hidden).float()
 
 
 class _DecoderLayer:

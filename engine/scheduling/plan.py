@@ -22,7 +22,8 @@ class ScheduledSequence:
         sampling: how it is drawn.
         index: which of the request's sequences this is; part of the key of every draw.
         num_prompt_tokens: how many of the sequence's tokens the caller gave.
-        known_token_ids: all tokens up to the one that is drawn, if `sampling.needs_history`; else empty.
+        known_token_ids: all tokens up to the one that is drawn, if `sampling.needs_history` or the prompt's
+            logprobs are to be told; else empty.
         suppressed_token_ids: not to be drawn this time, whatever `sampling` says.
         num_logprobs: tell the drawn token's log-probability and those of so many likeliest; None tells none.
         num_prompt_logprobs: the same for each prompt token that follows one computed in this step.
@@ -46,6 +47,11 @@ class ScheduledSequence:
     def end_position(self) -> int:
         """First position after this step's tokens: where a drawn token goes, and the row's KV length."""
         return self.first_position + len(self.token_ids)
+
+    @property
+    def num_prompt_successors(self) -> int:
+        """How many of this step's tokens are followed by one of the prompt: those at the front."""
+        return max(0, min(self.end_position, self.num_prompt_tokens - 1) - self.first_position)
 
 
 @dataclass(frozen=True, slots=True)

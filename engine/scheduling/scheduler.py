@@ -210,6 +210,7 @@ class Scheduler:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
             request, first = sequence.request, sequence.num_computed_tokens
+            needs_history = request.sampling.needs_history or sequence.num_prompt_logprobs is not None
             rows.append(
                 ScheduledSequence(
                     sequence_id=sequence.sequence_id,
@@ -221,7 +222,7 @@ class Scheduler:
                     sampling=request.sampling,
                     index=sequence.index,
                     num_prompt_tokens=sequence.num_prompt_tokens,
-                    known_token_ids=tuple(sequence.token_ids) if request.sampling.needs_history else (),
+                    known_token_ids=tuple(sequence.token_ids) if needs_history else (),
                     suppressed_token_ids=sequence.suppressed_token_ids,
                     num_logprobs=sequence.num_logprobs,
                     num_prompt_logprobs=sequence.num_prompt_logprobs,
