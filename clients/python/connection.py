@@ -42,6 +42,8 @@ def open_channel(
         ("grpc.service_config_disable_resolution", 1),
         # A server that is just starting is found as soon as our own retries ask for it.
         ("grpc.initial_reconnect_backoff_ms", 100),
+        # How long one attempt to connect may take, despite its name.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 5000),
     ]
     if _is_local(target):

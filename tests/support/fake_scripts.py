@@ -124,6 +124,36 @@ async def echo(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
     )
 
 
+class Gate:
+    """Scripts that say "first " and then wait until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+
+    def says(self, *texts: str) -> Script:
+        """Goes on with these texts."""
+
+        async def script(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
+            yield Accept()
+            yield Say("first ")
+            await self.opened.wait()
+            for text in texts:
+                yield Say(text)
+
+        return script
+
+    def breaks(self) -> Script:
+        """Goes on by breaking the stream."""
+
+        async def script(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
+            yield Accept()
+            yield Say("first ")
+            await self.opened.wait()
+            yield Fail(status_of(grpc.StatusCode.UNAVAILABLE, "connection lost"), breaks_stream=True)
+
+        return script
+
+
 async def events_of(
     script: Script, start: generation_pb2.StartGeneration
 ) -> AsyncIterator[generation_pb2.GenerationEvent | Fail]:

@@ -1,0 +1,73 @@
+"""Reaching a server, and not reaching one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+import grpc
+import pytest
+
+from headrace.clients import InferenceClient, RetryPolicy, Unavailable
+from headrace.clients.connection import ConnectionOptions, open_channel, wait_until_connected
+from headrace.clients.retry import Attempts
+from tests.support.fake_server import running_fake_server
+
+QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.001, max_backoff_s=0.002)
+
+
+async def test_a_connection_is_waited_for() -> None:
+    async with running_fake_server() as server:
+        channel = open_channel(server.target, None, ConnectionOptions())
+        await wait_until_connected(channel, server.target, Attempts(QUICK, random.Random(0)))
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        await channel.close()
+
+
+async def test_a_server_that_starts_a_little_later_is_found() -> None:
+    async with running_fake_server() as server:
+        target = server.target
+    patient = RetryPolicy(max_attempts=50, initial_backoff_s=0.05, max_backoff_s=0.2)
+    async with InferenceClient(target, retry=patient) as client:
+        answer = asyncio.create_task(client.generate_once("hello"))
+        session = client.session()
+        entering = asyncio.create_task(session.__aenter__())
+        await asyncio.sleep(0)
+        async with running_fake_server(target=target):
+            assert (await answer).text == "hello "
+            await entering
+            assert (await session.generate("again").answer()).text == "again "
+            await session.close()
+
+
+async def test_a_refused_connection_is_given_up_after_all_attempts() -> None:
+    channel = open_channel("127.0.0.1:1", None, ConnectionOptions())
+    with pytest.raises(Unavailable, match=r"no server answers at 127\.0\.0\.1:1"):
+        await wait_until_connected(channel, "127.0.0.1:1", Attempts(QUICK, random.Random(0)))
+    await channel.close()
+
+
+async def test_a_host_that_says_nothing_is_given_up_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = f"127.0.0.1:{listener.getsockname()[1]}"
+        async with InferenceClient(target) as client:
+            with pytest.raises(Unavailable, match="no server answers"):
+                await client.session(timeout_s=0.3).__aenter__()
+
+
+async def test_a_client_that_was_closed_is_not_waited_for() -> None:
+    channel = open_channel("127.0.0.1:1", None, ConnectionOptions())
+    await channel.close()
+    with pytest.raises((Unavailable, grpc.aio.UsageError)):
+        await wait_until_connected(channel, "127.0.0.1:1", Attempts(QUICK, random.Random(0)))
+
+
+async def test_credentials_make_it_tls_which_a_plain_server_does_not_speak() -> None:
+    async with (
+        running_fake_server() as server,
+        InferenceClient(server.target, credentials=grpc.ssl_channel_credentials(), retry=QUICK) as client,
+    ):
+        with pytest.raises(Unavailable):
+            await client.generate_once("hello")
+    assert server.record.starts == []
