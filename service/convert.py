@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.struct_pb2 import Struct, Value
 
 from headrace.engine import (
     BlockCounts,
@@ -27,6 +25,7 @@ from headrace.engine import (
     Tool,
     ToolCall,
 )
+from headrace.service.json_value import object_from_struct
 from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits, is_valid_request_id
 from headrace.service.status import duration
 from headrace.service.unsupported import unknown_fields, unsupported_fields
@@ -142,7 +141,7 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt) -> Chat:
                     ToolCall(
                         call.id,
                         call.name,
-                        _object(call.arguments, f"chat.messages[{i}].tool_calls[{j}].arguments"),
+                        object_from_struct(call.arguments, f"chat.messages[{i}].tool_calls[{j}].arguments"),
                     )
                     for j, call in enumerate(message.tool_calls)
                 ),
@@ -152,11 +151,15 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt) -> Chat:
             for i, message in enumerate(prompt.messages)
         ),
         tools=tuple(
-            Tool(tool.name, tool.description, _object(tool.parameters, f"chat.tools[{i}].parameters"))
+            Tool(
+                tool.name,
+                tool.description,
+                object_from_struct(tool.parameters, f"chat.tools[{i}].parameters"),
+            )
             for i, tool in enumerate(prompt.tools)
         ),
         add_generation_prompt=not prompt.HasField("add_generation_prompt") or prompt.add_generation_prompt,
-        template_variables=_object(prompt.template_variables, "chat.template_variables"),
+        template_variables=object_from_struct(prompt.template_variables, "chat.template_variables"),
     )
 
 
@@ -368,30 +371,6 @@ def _sampling_from_proto(options: generation_pb2.SamplingOptions, seed: int) -> 
         min_p=options.min_p if options.HasField("min_p") else default.min_p,
         seed=options.seed if options.HasField("seed") else seed,
     )
-
-
-def _object(struct: Struct, path: str) -> dict[str, object]:
-    return {key: _json_value(value, f"{path}.{key}") for key, value in struct.fields.items()}
-
-
-def _json_value(value: Value, path: str) -> object:
-    match value.WhichOneof("kind"):
-        case "number_value":
-            number = value.number_value
-            if not math.isfinite(number):
-                raise InvalidRequest.of(path, "must be a finite number")
-            # A Struct knows no integers: templates would write 5 as 5.0.
-            return int(number) if number.is_integer() and abs(number) < 2**53 else number
-        case "string_value":
-            return value.string_value
-        case "bool_value":
-            return value.bool_value
-        case "struct_value":
-            return _object(value.struct_value, path)
-        case "list_value":
-            return [_json_value(item, f"{path}[{i}]") for i, item in enumerate(value.list_value.values)]
-        case _:
-            return None
 
 
 def _blocks_to_proto(blocks: BlockCounts) -> control_pb2.KvBlocks:

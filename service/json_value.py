@@ -1,0 +1,41 @@
+"""JSON that arrives as google.protobuf.Struct, as plain Python values."""
+
+from __future__ import annotations
+
+import math
+
+from google.protobuf.struct_pb2 import Struct, Value
+
+from headrace.engine import InvalidRequest
+
+
+def object_from_struct(struct: Struct, path: str) -> dict[str, object]:
+    """The JSON object that a Struct holds.
+
+    Args:
+        path: the field it came in, for the error.
+
+    Raises:
+        InvalidRequest: a number in it isn't finite.
+    """
+    return {key: _from_value(value, f"{path}.{key}") for key, value in struct.fields.items()}
+
+
+def _from_value(value: Value, path: str) -> object:
+    match value.WhichOneof("kind"):
+        case "number_value":
+            number = value.number_value
+            if not math.isfinite(number):
+                raise InvalidRequest.of(path, "must be a finite number")
+            # A Struct knows no integers: templates would write 5 as 5.0.
+            return int(number) if number.is_integer() and abs(number) < 2**53 else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "struct_value":
+            return object_from_struct(value.struct_value, path)
+        case "list_value":
+            return [_from_value(item, f"{path}[{i}]") for i, item in enumerate(value.list_value.values)]
+        case _:
+            return None
