@@ -239,7 +239,8 @@ def demo(
     try:
         _run(run_demo(model=model, num_slots=slots, dtype=dtype, json_path=json_path))
     except DemoFailedError as error:
-        _fail(str(error), FAILED)
+        typer.echo(f"headrace: {error}", err=True)  # with the server's last lines, as they were
+        raise typer.Exit(FAILED) from None
 
 
 def main() -> None:

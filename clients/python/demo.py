@@ -99,9 +99,11 @@ async def _run(server: DemoServer, rows: Sequence[Row], view: View) -> RunFigure
             watching = asyncio.create_task(_watch(control, rows, view, started_s))
             try:
                 await asyncio.gather(*map(_read, rows, generations, [started_s] * len(rows)))
+                if watching.done():
+                    watching.result()  # it ends by itself only when it fails
             finally:
                 watching.cancel()
-                await asyncio.wait([watching])
+                await asyncio.gather(watching, return_exceptions=True)
         after = await control.load()
         _show(view, rows, after, started_s)
     return RunFigures(

@@ -30,7 +30,7 @@ _NUM_LOG_LINES = 15
 
 
 class ServerFailedError(Exception):
-    """The server did not start, or did not last; the message ends with its last log lines."""
+    """The server did not start, or did not last; then the message ends with its last log lines."""
 
 
 class ServerLog:
@@ -41,7 +41,7 @@ class ServerLog:
 
     def __init__(self) -> None:
         self.is_terminal = sys.stderr.isatty()
-        self._is_shown = True
+        self.is_shown = True
         self._lines: deque[str] = deque(maxlen=_NUM_LOG_LINES)
         self._rest = ""
         if self.is_terminal:
@@ -55,7 +55,7 @@ class ServerLog:
 
     def hide(self) -> None:
         """From now on only remember."""
-        self._is_shown = False
+        self.is_shown = False
 
     def tail(self) -> str:
         """The last lines."""
@@ -79,7 +79,7 @@ class ServerLog:
             if not chunk:
                 asyncio.get_running_loop().remove_reader(self._read_fd)
                 return
-            if self._is_shown:
+            if self.is_shown:
                 sys.stderr.buffer.write(chunk)
                 sys.stderr.flush()
             *lines, self._rest = (self._rest + chunk.decode(errors="replace")).split("\n")
@@ -188,4 +188,7 @@ async def _stop(process: Process) -> None:
 
 
 def _obituary(process: Process, log: ServerLog) -> str:
-    return f"the server ended with status {process.returncode}. Its last words:\n{log.tail()}"
+    tail = log.tail()
+    if log.is_shown:
+        return f"the server ended with status {process.returncode} before it took requests; it said why above"
+    return f"the server ended with status {process.returncode}. Its last words:\n{tail}"

@@ -70,9 +70,10 @@ async def test_both_policies_run_and_are_compared(tmp_path: Path, capsys: pytest
         assert said in out
 
 
-async def test_a_server_that_does_not_start_is_told_with_its_last_words() -> None:
-    with pytest.raises(DemoFailedError, match=r"status 2(.|\n)*config\.json is missing"):
+async def test_a_server_that_does_not_start_is_heard_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DemoFailedError, match=r"ended with status 2 .* said why above"):
         await run_demo(model="fake", num_slots=2, dtype="auto", command=(*SERVE, "fails_in_load"))
+    assert "config.json is missing" in capsys.readouterr().err
 
 
 async def test_a_server_that_dies_is_told_with_its_last_words() -> None:
