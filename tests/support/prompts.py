@@ -14,8 +14,8 @@ QUESTIONS = [
     "What is 17 times 23? Show your work.",
     "Write a Python function that reverses a string.",
     (
-        "Summarise in one sentence: The committee met three times in March, could not agree on the budget, and "
-        "adjourned until the treasurer had gathered the missing figures from the regional offices."
+        "Summarise in one sentence: The committee met three times in March, could not agree on the budget, "
+        "and adjourned until the treasurer had gathered the missing figures from the regional offices."
     ),
     "Give me a recipe for pancakes.",
     "Who wrote Hamlet, and when?",
