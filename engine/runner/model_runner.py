@@ -11,12 +11,16 @@ from headrace.engine.attention.backend import AttentionBackend, AttentionStep
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
+from headrace.engine.runner.results import StepTables, to_result
+from headrace.engine.sampling.logprobs import logprob_table
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.sampling.sampler import SampledRow, SampledTokens, sample
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+from headrace.engine.sampling.row import SampledRow
+from headrace.engine.sampling.sampler import sample
+from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
 
-_NOT_FINITE = "the model's output for this request is not finite (NaN or infinity)"
+_PROMPT_SLICE = 64
+"""So many prompt tokens' logits are held at a time, whatever the length of a chunk."""
 
 
 class ForwardModel(Protocol):
@@ -27,15 +31,24 @@ class ForwardModel(Protocol):
         """Where it computes."""
         ...
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, logits_rows: Tensor
-    ) -> Tensor:
-        """Compute one step.
+    def hidden(self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor) -> Tensor:
+        """Compute one step as far as the head.
 
         Args:
             input_ids, positions: (T,), int64.
             attention: this step's attention over the paged cache.
-            logits_rows: (R,), int64: tokens whose logits are wanted.
+            rows: (R,), int64: tokens that `logits` is going to be asked for; may be empty.
+
+        Returns:
+            (R, hidden size).
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Go from some of `hidden`'s rows to logits.
+
+        Args:
+            hidden: (R, hidden size).
 
         Returns:
             (R, V), fp32.
@@ -68,12 +81,12 @@ class ModelRunner:
             raise IntegrityError("a plan holds draft tokens, which this runner does not verify")
         batch = build_batch(plan, self._block_size, self._model.device)
         step = self._attention.begin_step(batch.attention)
-        logits = self._model.forward(batch.input_ids, batch.positions, step, batch.logits_rows)
-        wanted = [_sampled_row(row) for row in plan.rows if row.is_sampled]
-        if not wanted:
-            return StepResult((RowResult(),) * len(plan.rows))
-        outcomes = iter(_to_host(sample(logits, wanted)))
-        return StepResult(tuple(next(outcomes) if row.is_sampled else RowResult() for row in plan.rows))
+        num_sampled, is_prompt_told = batch.logits_rows.shape[0], batch.prompt_rows.shape[0] > 0
+        rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows
+        hidden = self._model.hidden(batch.input_ids, batch.positions, step, rows)
+        tokens, logprobs = _draw(self._model, hidden[:num_sampled], plan) if num_sampled else (None, None)
+        prompt = _tell_prompts(self._model, hidden[num_sampled:], plan) if is_prompt_told else ()
+        return to_result(plan, StepTables(tokens, logprobs, prompt))
 
     def warm_up(self, num_prefill_tokens: int, num_decode_rows: int) -> None:
         """Run the largest steps once, over the null block, so that no request pays for first calls.
@@ -104,15 +117,44 @@ class ModelRunner:
         self._model = self._attention = None
 
 
+def _draw(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    """`StepTables.tokens` and `StepTables.logprobs`, from the (R, hidden size) of the sampled rows."""
+    rows = [row for row in plan.rows if row.is_sampled]
+    logits = model.logits(hidden)
+    sampled = sample(logits, [_sampled_row(row) for row in rows])
+    tokens = torch.stack((sampled.token_ids, sampled.is_healthy, sampled.has_choice), dim=1)
+    num_tops = [(i, row.num_logprobs) for i, row in enumerate(rows) if row.num_logprobs is not None]
+    if not num_tops:
+        return tokens, None
+    token_ids = sampled.token_ids
+    if len(num_tops) < len(rows):
+        which = torch.tensor([i for i, _ in num_tops], device=logits.device)
+        logits, token_ids = logits[which], token_ids[which]
+    return tokens, logprob_table(logits, token_ids, max(num_top for _, num_top in num_tops))
+
+
+def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, ...]:
+    """`StepTables.prompt`, from the (P, hidden size) of the tokens before those that are told."""
+    token_ids: list[int] = []
+    num_top = 0
+    for row in plan.rows:
+        if row.num_prompt_logprobs is not None:
+            first = row.first_position + 1
+            token_ids += row.known_token_ids[first : first + row.num_prompt_successors]
+            num_top = max(num_top, row.num_prompt_logprobs)
+    told = torch.tensor(token_ids, device=hidden.device)
+    return tuple(
+        logprob_table(model.logits(hidden[i : i + _PROMPT_SLICE]), told[i : i + _PROMPT_SLICE], num_top)
+        for i in range(0, len(token_ids), _PROMPT_SLICE)
+    )
+
+
 def _sampled_row(row: ScheduledSequence) -> SampledRow:
-    return SampledRow(row.sampling, row.index, row.end_position)
-
-
-def _to_host(sampled: SampledTokens) -> list[RowResult]:
-    """The step's one copy from the device to the host."""
-    packed = torch.stack((sampled.token_ids, sampled.is_healthy.to(torch.int64)))
-    token_ids, is_healthy = packed.tolist()
-    return [
-        RowResult((token_id,)) if healthy else RowResult(failure=_NOT_FINITE)
-        for token_id, healthy in zip(token_ids, is_healthy, strict=True)
-    ]
+    return SampledRow(
+        row.sampling,
+        row.index,
+        row.end_position,
+        row.num_prompt_tokens,
+        row.known_token_ids,
+        row.suppressed_token_ids,
+    )

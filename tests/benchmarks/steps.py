@@ -89,12 +89,11 @@ class TimedModel:
     def device(self) -> torch.device:
         return self._inner.device
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, logits_rows: Tensor
-    ) -> Tensor:
-        return self._clock.time(
-            "forward", lambda: self._inner.forward(input_ids, positions, attention, logits_rows)
-        )
+    def hidden(self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor) -> Tensor:
+        return self._clock.time("forward", lambda: self._inner.hidden(input_ids, positions, attention, rows))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._clock.time("forward", lambda: self._inner.logits(hidden))
 
 
 class Bench:

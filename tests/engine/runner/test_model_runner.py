@@ -174,12 +174,13 @@ class PoisonedDecoder:
     def device(self) -> torch.device:
         return self._decoder.device
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, logits_rows: Tensor
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor) -> Tensor:
         is_sick = input_ids == self._token_id
-        logits = self._decoder.forward(input_ids, positions, _PoisonedStep(attention, is_sick), logits_rows)
-        return logits.masked_fill(is_sick[logits_rows][:, None], math.nan)
+        hidden = self._decoder.hidden(input_ids, positions, _PoisonedStep(attention, is_sick), rows)
+        return hidden.masked_fill(is_sick[rows][:, None], math.nan)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._decoder.logits(hidden)
 
 
 class _PoisonedStep:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.sampling.sampler import SampledRow, sample, token_weights
+from headrace.engine.sampling.row import SampledRow
+from headrace.engine.sampling.sampler import sample
+from headrace.engine.sampling.truncation import token_weights
 
 LOGITS = (1.0, 3.0, -2.0, 2.5, 0.0, 3.0, -math.inf, 1.5)
 """Two likeliest tokens at a tie, one impossible token."""

@@ -1,0 +1,86 @@
+"""From a step's numbers on the device to what the plan's rows are told: one copy to the host, then words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.engine.sampling.logprobs import read_logprobs
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+
+_NOT_FINITE = "the model's output for this request is not finite (NaN or infinity)"
+_NO_CHOICE = (
+    "sampling leaves no token that could be drawn: the request's allowed and banned ids, bad words and "
+    "min_tokens together forbid every one"
+)
+_Numbers = list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """A step's numbers, each table in the order of the plan's rows; None where nothing is to be told.
+
+    Args:
+        tokens: (R, 3): per sampled row the token, whether the model is healthy, whether any token was left.
+        logprobs: see `headrace.engine.sampling.logprobs.logprob_table`; sampled rows that tell logprobs.
+        prompt: the same for the prompt tokens that follow one of this step, slice by slice.
+    """
+
+    tokens: Tensor | None = None
+    logprobs: Tensor | None = None
+    prompt: tuple[Tensor, ...] = ()
+
+
+def to_result(plan: StepPlan, tables: StepTables) -> StepResult:
+    """Bring the tables to the host, in the step's one copy, and share them out."""
+    prompt = torch.cat(tables.prompt) if tables.prompt else None
+    tokens, logprobs, told = (iter(t) for t in _to_host((tables.tokens, tables.logprobs, prompt)))
+    return StepResult(tuple(_row_result(row, tokens, logprobs, told) for row in plan.rows))
+
+
+def _row_result(
+    row: ScheduledSequence,
+    tokens: Iterator[_Numbers],
+    logprobs: Iterator[_Numbers],
+    told: Iterator[_Numbers],
+) -> RowResult:
+    """Take from each table what is this row's."""
+    token_ids: tuple[int, ...] = ()
+    is_healthy = has_choice = 1.0
+    logprobs_of = []
+    if row.is_sampled:
+        token_id, is_healthy, has_choice = next(tokens)
+        token_ids = (int(token_id),)
+        if row.num_logprobs is not None:
+            logprobs_of = [read_logprobs(next(logprobs), row.num_logprobs)]
+    prompt_of = []
+    if row.num_prompt_logprobs is not None:
+        num_top = row.num_prompt_logprobs
+        prompt_of = [read_logprobs(next(told), num_top) for _ in range(row.num_prompt_successors)]
+    if not is_healthy or None in prompt_of:
+        return RowResult(failure=_NOT_FINITE)
+    if not has_choice:
+        return RowResult(failure=_NO_CHOICE)
+    return RowResult(
+        token_ids,
+        logprobs=tuple(entry for entry in logprobs_of if entry is not None),
+        prompt_logprobs=tuple(entry for entry in prompt_of if entry is not None),
+    )
+
+
+def _to_host(tables: Sequence[Tensor | None]) -> list[list[_Numbers]]:
+    """Rows of each table. fp64 holds ids and ranks exactly."""
+    flat: _Numbers = []
+    parts = [table.double().flatten() for table in tables if table is not None]
+    if parts:
+        flat = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
+    rows: list[list[_Numbers]] = []
+    first = 0
+    for table in tables:
+        num_rows, width = (0, 0) if table is None else table.shape
+        rows.append([flat[first + i * width : first + (i + 1) * width] for i in range(num_rows)])
+        first += num_rows * width
+    return rows

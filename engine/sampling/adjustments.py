@@ -1,0 +1,155 @@
+"""What a request changes in the model's logits before the temperature: masks, penalties, bias.
+
+Letters: R rows, V vocabulary, N places: pairs of a row and a token id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.sampling.row import SampledRow
+
+_MAX_LOGIT = torch.finfo(torch.float32).max
+_NUM_REMEMBERED = 128
+
+
+def adjust(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    """Apply, in this order: allowed, banned and suppressed ids and bad words, repetition penalty, frequency
+    and presence penalties, bias. Costs as much as there are places, never vocabulary times history.
+
+    Args:
+        logits: (R, V), fp32; changed in place.
+        rows: R of them.
+    """
+    _keep_allowed(logits, rows)
+    _mask(logits, rows)
+    _penalise_repetition(logits, rows)
+    _penalise_output(logits, rows)
+    _add_bias(logits, rows)
+
+
+def completed_bad_words(row: SampledRow) -> Iterator[int]:
+    """Tokens that would complete a bad word now: its last one, where the ones before it stand already."""
+    known = row.known_token_ids
+    for *beginning, last in row.params.bad_words:
+        num_before = len(beginning)
+        if num_before <= len(known) and list(known[len(known) - num_before :]) == beginning:
+            yield last
+
+
+def _keep_allowed(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    allowed = [
+        (i, _as_tensor(row.params.allowed_token_ids, logits.device))
+        for i, row in enumerate(rows)
+        if row.params.allowed_token_ids is not None
+    ]
+    if allowed:
+        places = _places(allowed, logits.device)
+        kept = logits[places]
+        logits[torch.tensor([i for i, _ in allowed], device=logits.device)] = -math.inf
+        logits[places] = kept
+
+
+def _mask(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    masked: list[tuple[int, Tensor]] = []
+    for i, row in enumerate(rows):
+        sets = (row.params.banned_token_ids, row.suppressed_token_ids, frozenset(completed_bad_words(row)))
+        masked += [(i, _as_tensor(token_ids, logits.device)) for token_ids in sets if token_ids]
+    if masked:
+        logits[_places(masked, logits.device)] = -math.inf
+
+
+def _penalise_repetition(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    repeating = [(i, row) for i, row in enumerate(rows) if row.params.repetition_penalty != 1]
+    if not repeating:
+        return
+    place_rows, token_ids = _history([(i, row.known_token_ids) for i, row in repeating])
+    penalties = np.ones(len(rows))
+    for i, row in repeating:
+        penalties[i] = row.params.repetition_penalty
+    # A token that stands there twice is written twice, with the same value: both come from what was read.
+    places = _to(place_rows, logits.device), _to(token_ids, logits.device)
+    factor = _to(penalties[place_rows], logits.device)
+    read = logits[places].double()
+    penalised = torch.where(read > 0, read / factor, read * factor)
+    logits[places] = penalised.clamp_(max=_MAX_LOGIT).float()
+
+
+def _penalise_output(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    counting = [
+        (i, row)
+        for i, row in enumerate(rows)
+        if row.params.frequency_penalty != 0 or row.params.presence_penalty != 0
+    ]
+    if not counting:
+        return
+    vocab_size = logits.shape[1]
+    place_rows, token_ids = _history(
+        [(i, row.known_token_ids[row.num_prompt_tokens :]) for i, row in counting]
+    )
+    keys, counts = np.unique(place_rows * vocab_size + token_ids, return_counts=True)
+    per_time, at_all = np.zeros(len(rows)), np.zeros(len(rows))
+    for i, row in counting:
+        per_time[i], at_all[i] = row.params.frequency_penalty, row.params.presence_penalty
+    key_rows = keys // vocab_size
+    amounts = per_time[key_rows] * counts + at_all[key_rows]
+    places = _to(key_rows, logits.device), _to(keys % vocab_size, logits.device)
+    logits[places] = (logits[places].double() - _to(amounts, logits.device)).float()
+
+
+def _add_bias(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    biased = [
+        (i, *_bias_tensors(row.params.logit_bias, logits.device))
+        for i, row in enumerate(rows)
+        if row.params.logit_bias
+    ]
+    if biased:
+        places = _places([(i, token_ids) for i, token_ids, _ in biased], logits.device)
+        logits[places] += torch.cat([bias for _, _, bias in biased])
+
+
+def _places(token_ids_of: Sequence[tuple[int, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two of (N,), int64: rows and token ids, from pairs of a row and its token ids."""
+    rows = torch.tensor([i for i, _ in token_ids_of], device=device)
+    lens = torch.tensor([token_ids.shape[0] for _, token_ids in token_ids_of], device=device)
+    return rows.repeat_interleave(lens), torch.cat([token_ids for _, token_ids in token_ids_of])
+
+
+def _history(tokens_of: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Two of (N,): the same from tokens that stand in a text, each as often as it does."""
+    lens = [len(token_ids) for _, token_ids in tokens_of]
+    rows = np.repeat(np.array([i for i, _ in tokens_of], np.int64), lens)
+    token_ids = chain.from_iterable(token_ids for _, token_ids in tokens_of)
+    return rows, np.fromiter(token_ids, np.int64, sum(lens))
+
+
+def _to(array: NDArray[np.int64] | NDArray[np.float64], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+# A request's ids are the same at each of its steps, and many: they are laid out once.
+
+
+@lru_cache(_NUM_REMEMBERED)
+def _as_tensor(token_ids: frozenset[int], device: torch.device) -> Tensor:
+    return torch.tensor(sorted(token_ids), dtype=torch.int64, device=device)
+
+
+@lru_cache(_NUM_REMEMBERED)
+def _bias_tensors(logit_bias: tuple[tuple[int, float], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids, each once, and the sum of what is added to each."""
+    bias: dict[int, float] = {}
+    for token_id, amount in logit_bias:
+        bias[token_id] = bias.get(token_id, 0.0) + amount
+    return (
+        torch.tensor(list(bias), dtype=torch.int64, device=device),
+        torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
+    )

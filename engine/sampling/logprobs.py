@@ -1,0 +1,103 @@
+"""Log-probabilities of the model itself: log-softmax of its logits before any control.
+
+On the device they are a table of numbers, one row per token, so that they come to the host with whatever
+else a step has to tell; the logarithm is taken there.
+Letters: R rows, V vocabulary, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.engine.outputs import TokenLogprob, TokenLogprobs
+from headrace.engine.sampling.sums import totals
+
+_NUM_FIXED = 5
+
+
+def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """What `read_logprobs` needs, a row per token.
+
+    Args:
+        logits: (R, V), fp32: the model's own; not changed.
+        token_ids: (R,), int64: the token that stands, or was drawn, at each place.
+        num_top: K; more than the vocabulary is the vocabulary.
+
+    Returns:
+        (R, 5 + 2 * K), fp64: the token, its logit, its rank, the highest logit, the sum of all exponentials
+        after the highest is taken off; then the likeliest tokens and their logits.
+    """
+    highest = logits.amax(dim=-1)
+    total = totals((logits - highest[:, None]).exp_())
+    chosen = logits.gather(1, token_ids[:, None])
+    rank = (logits > chosen).sum(dim=-1) + 1
+    fixed = torch.stack(
+        [column.double() for column in (token_ids, chosen[:, 0], rank, highest, total)], dim=1
+    )
+    top_ids, top = _likeliest(logits, min(num_top, logits.shape[1]))
+    return torch.cat((fixed, top_ids.double(), top.double()), dim=1)
+
+
+def read_logprobs(table_row: Sequence[float], num_top: int) -> TokenLogprobs | None:
+    """A row of a table in words.
+
+    Args:
+        table_row: on the host.
+        num_top: how many of the likeliest tokens are told, at most as many as the table holds.
+
+    Returns:
+        None when the model's logits are not finite.
+    """
+    token_id, chosen, rank, highest, total = table_row[:_NUM_FIXED]
+    if not math.isfinite(highest):
+        return None
+    width = (len(table_row) - _NUM_FIXED) // 2
+    top_ids, top = table_row[_NUM_FIXED : _NUM_FIXED + width], table_row[_NUM_FIXED + width :]
+    log_total = highest + math.log(total)
+    likeliest: list[TokenLogprob] = []
+    level = math.inf
+    for logit, top_id in sorted(zip(top, top_ids, strict=True), key=lambda item: (-item[0], item[1])):
+        if len(likeliest) == num_top:
+            break
+        shared = likeliest[-1].rank if logit == level else len(likeliest) + 1
+        likeliest.append(TokenLogprob(int(top_id), logit - log_total, shared))
+        level = logit
+    return TokenLogprobs(TokenLogprob(int(token_id), chosen - log_total, int(rank)), tuple(likeliest))
+
+
+def _likeliest(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Two of (R, K): ids and logits of the highest logits, the lowest ids among equals at the border."""
+    vocab_size = logits.shape[1]
+    values, token_ids = logits.topk(min(num_top + 1, vocab_size), dim=-1)
+    if 0 < num_top < vocab_size:
+        is_tied = values[:, num_top - 1] == values[:, num_top]
+        if bool(is_tied.any()):
+            which = torch.nonzero(is_tied).squeeze(1)
+            token_ids[which] = _lowest_at_border(logits[which], values[which], token_ids[which])
+    return token_ids[:, :num_top], values[:, :num_top]
+
+
+def _lowest_at_border(logits: Tensor, values: Tensor, token_ids: Tensor) -> Tensor:
+    """Give the places of the last value but one to the lowest ids that have it.
+
+    Args:
+        logits: (R, V).
+        values, token_ids: (R, K + 1): the highest of each row; the last two values are equal.
+
+    Returns:
+        (R, K + 1): `token_ids`, its last column without meaning.
+    """
+    num_top = values.shape[1] - 1
+    border = values[:, num_top:]
+    num_above = (values > border).sum(dim=-1)
+    rows, level_ids = torch.nonzero(logits == border, as_tuple=True)
+    counts = torch.bincount(rows, minlength=logits.shape[0])
+    places = torch.arange(rows.shape[0], device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    places += num_above[rows]
+    is_in = places < num_top
+    token_ids[rows[is_in], places[is_in]] = level_ids[is_in]
+    return token_ids

@@ -1,0 +1,40 @@
+"""What the sampler has to know of one row of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.engine.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """How one row's token is chosen.
+
+    Args:
+        index: which of the request's sequences it is.
+        position: of the token that is chosen.
+        num_prompt_tokens: how many of the known tokens the caller gave.
+        known_token_ids: all tokens up to the chosen one; may be empty unless `params.needs_history`.
+        suppressed_token_ids: not to be chosen this time, whatever `params` says.
+    """
+
+    params: SamplingParams
+    index: int
+    position: int
+    num_prompt_tokens: int = 0
+    known_token_ids: tuple[int, ...] = ()
+    suppressed_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether anything but the model has a say in this row's logits, temperature aside."""
+        params = self.params
+        return bool(
+            self.suppressed_token_ids
+            or params.banned_token_ids
+            or params.bad_words
+            or params.logit_bias
+            or params.has_penalties
+            or params.allowed_token_ids is not None
+        )
