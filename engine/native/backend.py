@@ -133,5 +133,6 @@ class NativeCpuStep:
         if not 0 <= layer < self._num_layers:
             raise IntegrityError(f"layer {layer} is not one of {self._num_layers}")
         # The heads of a token lie side by side; tokens may lie apart.
-        if heads.dtype is not self._dtype or heads.stride(2) != 1 or heads.stride(1) != heads.shape[2]:
+        is_dense = heads.stride(2) == 1 and (heads.stride(1) == heads.shape[2] or heads.shape[1] == 1)
+        if heads.dtype is not self._dtype or not is_dense:
             raise IntegrityError(f"heads must be {self._dtype}, side by side, not {heads.dtype} {heads.stride()}")

@@ -11,18 +11,18 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.config import CacheLayout
 from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.native.backend import NativeCpuBackend
 from headrace.engine.native.library import NativeLibrary, find_library
-from torch import Tensor
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 SPEC = AttentionSpec(HEAD_DIM**-0.5)
@@ -42,6 +42,7 @@ CASES = (
     Case("decode, 16 rows of 257", (257,) * 16, (1,) * 16),
     Case("decode, 1 row of 257", (257,), (1,)),
     Case("decode, 1 row of 4,096", (4096,), (1,)),
+    Case("decode, 1 row of 1", (1,), (1,)),
     Case("verify, 1 row of 257, 5 tokens", (257,), (5,)),
     Case("prefill, 1,024", (1024,), (1024,)),
     Case("chunk of 256 after 1,024", (1280,), (256,)),
@@ -61,18 +62,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     library = NativeLibrary(find_library(), options.variant)
-    print(f"kernels {library.variant}, {options.threads} threads; microseconds per layer, median")
-    print(f"{'':38}{'native':>8}{'torch':>8}{'ratio':>7}{'memory':>8}")
+    print(f"kernels {library.variant}, {options.threads} threads; microseconds per layer, best (median)")
+    print(f"{'':46}{'native':>16}{'torch':>16}{'ratio of best':>15}{'memory':>8}")
     for dtype in (torch.bfloat16, torch.float32):
         for case in CASES:
             storage, metadata = make_step(case, dtype)
             query = torch.randn(sum(case.query_lens), NUM_HEADS, HEAD_DIM).to(dtype)
-            native = median_us(NativeCpuBackend(storage, library), metadata, query, options.seconds)
-            plain = median_us(CpuBackend(storage), metadata, query, options.seconds)
+            native = times_us(NativeCpuBackend(storage, library), metadata, query, options.seconds)
+            plain = times_us(CpuBackend(storage), metadata, query, options.seconds)
             num_bytes = sum(case.seq_lens) * 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
             floor = num_bytes / options.bandwidth * 1e6
             name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
-            print(f"{name:45}{native:8.0f}{plain:8.0f}{plain / native:7.1f}{floor:8.0f}", flush=True)
+            columns = "".join(f"{best:8.0f} ({median:5.0f})" for best, median in (native, plain))
+            print(f"{name:46}{columns}{plain[0] / native[0]:15.1f}{floor:8.0f}", flush=True)
 
 
 def make_step(case: Case, dtype: torch.dtype) -> tuple[KVStorage, AttentionMetadata]:
@@ -108,27 +110,19 @@ def cumulated(lens: tuple[int, ...]) -> Tensor:
     return torch.tensor(list(chain((0,), accumulate(lens))), dtype=torch.int32)
 
 
-def median_us(backend: AttentionBackend, metadata: AttentionMetadata, query: Tensor, seconds: float) -> float:
-    """Median time of one layer's `attend`, microseconds; all layers take turns, planning included."""
-
-    def step() -> None:
+def times_us(
+    backend: AttentionBackend, metadata: AttentionMetadata, query: Tensor, seconds: float
+) -> tuple[float, float]:
+    """Time of one layer's `attend`, best and median, microseconds; all layers take turns, planning included."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 4:
+        begin = time.perf_counter()
         opened = backend.begin_step(metadata)
         for layer in range(NUM_LAYERS):
             opened.attend(layer, query, SPEC)
-
-    return median_s(step, seconds) / NUM_LAYERS * 1e6
-
-
-def median_s(function: Callable[[], None], seconds: float) -> float:
-    """Median time of a call."""
-    function()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+        times.append((time.perf_counter() - begin) / NUM_LAYERS * 1e6)
+    return min(times), statistics.median(times[1:])
 
 
 if __name__ == "__main__":

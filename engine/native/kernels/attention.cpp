@@ -70,6 +70,7 @@ class Worker {
     take(&zeros_, token_bytes_);
     take(&rows_[0], 1);
     take(&rows_[1], 1);
+    take(&ahead_, 1);
     take(&packed_, int64_t(kTile) * num_units_);
     take(&scores_, int64_t(kMaxGroup) * kTile);
     take(&probs_, int64_t(kMaxGroup) * kTile);
@@ -88,6 +89,7 @@ class Worker {
     // One item ahead, so that the first tile of the next one is on its way when it begins.
     int index = take_item();
     if (index >= call_.num_items) return;
+    ahead_->reset(zeros_);
     find_rows(call_.items[index], 0, rows_[0]);
     while (index < call_.num_items) {
       const int next = take_item();
@@ -113,7 +115,8 @@ class Worker {
     return call_.window ? larger(0, last_seen(row, query) - call_.window) : 0;
   }
 
-  void find_rows(const Item& item, int tile, TileRows* rows) const {
+  // Where a tile lies; its memory will be fetched ahead.
+  void find_rows(const Item& item, int tile, TileRows* rows) {
     const int begin = (item.first_tile + tile) * kTile;
     rows->first = larger(0, first_seen(item.row, item.first_query) - begin);
     rows->last = smaller(kTile, last_seen(item.row, item.first_query + item.num_queries - 1) - begin);
@@ -125,12 +128,22 @@ class Worker {
     for (int t = rows->first; t < rows->last; ++block, offset = 0) {
       const int stop = smaller(rows->last, t + call_.block_size - offset);
       int64_t place = (int64_t(blocks[block]) * call_.block_size + offset) * token_bytes_;
+      ask_for(item, place, stop - t);
       for (; t < stop; ++t, place += token_bytes_) {
         rows->keys[t] = call_.keys + place;
         rows->values[t] = call_.values + place;
       }
     }
     for (int t = rows->last; t < end; ++t) rows->keys[t] = rows->values[t] = zeros_;
+  }
+
+  void ask_for(const Item& item, int64_t place, int num_tokens) {
+    const bool is_whole = item.num_heads == call_.num_kv_heads;
+    const int64_t num_bytes = is_whole ? num_tokens * token_bytes_ : item.num_heads * head_bytes_;
+    for (int t = 0; t < (is_whole ? 1 : num_tokens); ++t, place += token_bytes_) {
+      ahead_->add(call_.keys + place + item.first_head * head_bytes_, num_bytes);
+      ahead_->add(call_.values + place + item.first_head * head_bytes_, num_bytes);
+    }
   }
 
   void run_item(const Item& item, const Item* next_item) {
@@ -141,13 +154,14 @@ class Worker {
       std::memset(sums_, 0, size_t(item.num_heads) * size_t(num_rows) * size_t(width_) * 4);
     }
     for (int tile = 0; tile < item.num_tiles; ++tile) {
-      TileRows* ahead = rows_[1];
-      ahead->first = ahead->last = 0;
-      if (tile + 1 < item.num_tiles) find_rows(item, tile + 1, ahead);
-      else if (next_item) find_rows(*next_item, 0, ahead);
+      TileRows* next = rows_[1];
+      ahead_->clear();
+      if (tile + 1 < item.num_tiles) find_rows(item, tile + 1, next);
+      else if (next_item) find_rows(*next_item, 0, next);
       for (int h = 0; h < item.num_heads; ++h) run_tile(item, tile, h, num_rows);
+      while (!ahead_->is_done()) ahead_->fetch_line();
       rows_[1] = rows_[0];
-      rows_[0] = ahead;
+      rows_[0] = next;
     }
     if (item.split < 0) {
       for (int h = 0; h < item.num_heads; ++h)
@@ -218,21 +232,9 @@ class Worker {
   }
 
   void pack_keys(const TileRows& rows, int head) {
-    const TileRows& ahead = *rows_[1];
-    const int first_group = rows.first / (2 * kLanes) * 2;
-    const int last_group = int(round_up(rows.last, 2 * kLanes)) / kLanes;
-    const int num_ahead = larger(0, ahead.last - ahead.first);
-    const int share = (num_ahead + last_group - first_group - 1) / (last_group - first_group);
-    int fetched = ahead.first;
-    for (int group = first_group; group < last_group; ++group) {
-      Math::pack_keys(rows.keys + group * kLanes, head * head_bytes_, call_.head_dim,
-                      packed_ + int64_t(group) * kLanes * num_units_);
-      for (const int stop = smaller(ahead.last, fetched + share); fetched < stop; ++fetched)
-        for (int64_t byte = 0; byte < head_bytes_; byte += 64) {
-          prefetch(ahead.keys[fetched] + head * head_bytes_ + byte);
-          prefetch(ahead.values[fetched] + head * head_bytes_ + byte);
-        }
-    }
+    const int first = rows.first / (2 * kLanes) * (2 * kLanes), end = int(round_up(rows.last, 2 * kLanes));
+    for (int t = first; t < end; t += kLanes)
+      Math::pack_keys(rows.keys + t, head * head_bytes_, call_.head_dim, packed_ + int64_t(t) * num_units_, ahead_);
   }
 
   template <int R>
@@ -289,12 +291,12 @@ class Worker {
     const char* const* values = rows_[0]->values;
     const int64_t at = head * head_bytes_;
     switch (count) {
-      case 1: return Math::template weigh<1>(probs_, values, at, call_.head_dim, first, last, state);
-      case 2: return Math::template weigh<2>(probs_, values, at, call_.head_dim, first, last, state);
-      case 3: return Math::template weigh<3>(probs_, values, at, call_.head_dim, first, last, state);
-      case 4: return Math::template weigh<4>(probs_, values, at, call_.head_dim, first, last, state);
-      case 5: return Math::template weigh<5>(probs_, values, at, call_.head_dim, first, last, state);
-      default: return Math::template weigh<6>(probs_, values, at, call_.head_dim, first, last, state);
+      case 1: return Math::template weigh<1>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
+      case 2: return Math::template weigh<2>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
+      case 3: return Math::template weigh<3>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
+      case 4: return Math::template weigh<4>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
+      case 5: return Math::template weigh<5>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
+      default: return Math::template weigh<6>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
     }
   }
 
@@ -349,6 +351,7 @@ class Worker {
   int64_t token_bytes_, head_bytes_;
   char* zeros_;
   TileRows* rows_[2];  // of the current tile, and of the one that comes after it
+  Ahead* ahead_;
   float* packed_;
   float* scores_;
   Prob* probs_;

@@ -7,12 +7,60 @@
 #include "attention.h"
 #include "simd.h"
 
+// Unrolled before registers are given out: else GCC writes the sums back to the stack at every turn.
+#define HEADRACE_UNROLL _Pragma("GCC unroll 16")
+
 namespace {
 
 using headrace::kTile;
 
 // Queries that are computed together: their sums and a pair of values fill the 32 vector registers.
 constexpr int kMaxGroup = 6;
+// Lines of the next tile that are asked for at every 16 packed bytes of 16 tokens, and at every two tokens weighed.
+constexpr int kLinesPerChunk = 2;
+constexpr int kLinesPerPair = 4;
+
+// What the next tile will read, fetched line by line between the arithmetic. A processor drops prefetches that it has
+// no buffer for, so each one is followed, some lines later, by a load of the same line: that one waits.
+struct Ahead {
+  static constexpr int kMaxRuns = 2 * kTile;
+  static constexpr int kPending = 64;
+  struct Run {
+    const char* begin;
+    const char* end;
+  };
+
+  // `readable`: any address that a load may touch.
+  void reset(const char* readable) {
+    clear();
+    for (const char*& line : pending) line = readable;
+  }
+  void clear() {
+    num_runs = next_run = 0;
+    place = end = nullptr;
+  }
+  void add(const char* begin, int64_t num_bytes) { runs[num_runs++] = {begin, begin + num_bytes}; }
+  bool is_done() const { return place >= end && next_run >= num_runs; }
+  void fetch_line() {
+    if (place >= end) {
+      if (next_run >= num_runs) return;
+      place = runs[next_run].begin;
+      end = runs[next_run++].end;
+    }
+    const char*& line = pending[count++ % kPending];
+    touch(line);
+    line = place;
+    prefetch(place);
+    place += 64;
+  }
+
+  int num_runs = 0, next_run = 0;
+  unsigned count = 0;
+  const char* place = nullptr;
+  const char* end = nullptr;
+  const char* pending[kPending];
+  Run runs[kMaxRuns];
+};
 
 // How far a group's result has come, over the tiles so far, or where one tile's part goes.
 struct GroupState {
@@ -28,8 +76,10 @@ inline __m512i bits_of(F16 a) { return _mm512_castps_si512(a); }
 inline F16 from_bits(__m512i a) { return _mm512_castsi512_ps(a); }
 
 // 16 rows of `num_bytes` (a multiple of 16) -> num_bytes / 4 vectors of one unit each.
-inline void transpose_units(const char* const* rows, int64_t byte_offset, int num_bytes, float* packed) {
+inline void transpose_units(const char* const* rows, int64_t byte_offset, int num_bytes, float* packed, Ahead* ahead) {
   for (int chunk = 0; chunk < num_bytes; chunk += 16) {
+    HEADRACE_UNROLL
+    for (int i = 0; i < kLinesPerChunk; ++i) ahead->fetch_line();
     __m512i quad[4];
     for (int j = 0; j < 4; ++j) {
       // Lane l holds the chunk of row 4 l + j, so that a transposition inside lanes puts all rows in order.
@@ -67,13 +117,15 @@ struct WideMath {
     for (int d = 0; d < head_dim; ++d) out[d] = to_float(in[d]);
   }
 
-  static void pack_keys(const char* const* rows, int64_t byte_offset, int head_dim, float* packed) {
+  static void pack_keys(const char* const* rows, int64_t byte_offset, int head_dim, float* packed,
+                        Ahead* ahead) {
 #if defined(__AVX512F__)
-    if (sizeof(T) == 4) return transpose_units(rows, byte_offset, head_dim * 4, packed);
+    if (sizeof(T) == 4) return transpose_units(rows, byte_offset, head_dim * 4, packed, ahead);
 #endif
     for (int lane = 0; lane < kLanes; ++lane) {
       const T* row = reinterpret_cast<const T*>(rows[lane] + byte_offset);
       for (int d = 0; d < head_dim; ++d) packed[d * kLanes + lane] = to_float(row[d]);
+      for (int byte = 0; byte < 2 * head_dim * int(sizeof(T)); byte += 64) ahead->fetch_line();
     }
   }
 
@@ -87,12 +139,12 @@ struct WideMath {
   // Adds prob * value over the positions first .. last - 1 of a tile.
   template <int R>
   static void weigh(const float* probs, const char* const* rows, int64_t byte_offset, int head_dim, int first,
-                    int last, const GroupState& state) {
+                    int last, const GroupState& state, Ahead* ahead) {
     int d = 0;
     for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
-      weigh_columns<R, 4>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state);
+      weigh_columns<R, 4>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state, ahead);
     for (; d < head_dim; d += kLanes)
-      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state);
+      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state, ahead);
   }
 
   static void finish(const float* in, float factor, T* out, int head_dim) {
@@ -103,20 +155,29 @@ struct WideMath {
  private:
   template <int R, int C>
   static void weigh_columns(const float* probs, const char* const* rows, int64_t byte_offset, int column,
-                            int num_columns, int first, int last, const GroupState& state) {
+                            int num_columns, int first, int last, const GroupState& state, Ahead* ahead) {
     F16 sums[R][C];
+    HEADRACE_UNROLL
     for (int r = 0; r < R; ++r)
+      HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) sums[r][c] = splat(0.f);
     for (int t = first; t < last; ++t) {
       const T* row = reinterpret_cast<const T*>(rows[t] + byte_offset) + column;
+      HEADRACE_UNROLL
+      for (int i = 0; i < kLinesPerPair; ++i) ahead->fetch_line();
       F16 values[C];
+      HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) values[c] = load_first(row + c * kLanes, num_columns - c * kLanes);
+      HEADRACE_UNROLL
       for (int r = 0; r < R; ++r) {
         const F16 prob = splat(probs[r * kTile + t]);
+        HEADRACE_UNROLL
         for (int c = 0; c < C; ++c) sums[r][c] = fma(prob, values[c], sums[r][c]);
       }
     }
+    HEADRACE_UNROLL
     for (int r = 0; r < R; ++r)
+      HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) {
         float* out = state.out + r * state.out_stride + column + c * kLanes;
         store(out, state.keep ? fma(sums[r][c], splat(state.take[r]), mul(load(out), splat(state.keep[r])))
@@ -139,8 +200,9 @@ struct DotMath {
 
   static void load_query(const bf16* in, bf16* out, int head_dim) { std::memcpy(out, in, size_t(head_dim) * 2); }
 
-  static void pack_keys(const char* const* rows, int64_t byte_offset, int head_dim, float* packed) {
-    transpose_units(rows, byte_offset, head_dim * 2, packed);
+  static void pack_keys(const char* const* rows, int64_t byte_offset, int head_dim, float* packed,
+                        Ahead* ahead) {
+    transpose_units(rows, byte_offset, head_dim * 2, packed, ahead);
   }
 
   static F16 multiply_add(F16 sums, F16 keys, F16 query) {
@@ -153,12 +215,12 @@ struct DotMath {
 
   template <int R>
   static void weigh(const bf16* probs, const char* const* rows, int64_t byte_offset, int head_dim, int first,
-                    int last, const GroupState& state) {
+                    int last, const GroupState& state, Ahead* ahead) {
     int d = 0;
     for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
-      weigh_columns<R, 2>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state);
+      weigh_columns<R, 2>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state, ahead);
     for (; d < head_dim; d += 2 * kLanes)
-      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state);
+      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state, ahead);
   }
 
   static void finish(const float* in, float factor, bf16* out, int head_dim) {
@@ -175,29 +237,38 @@ struct DotMath {
   // C: runs of 32 columns.
   template <int R, int C>
   static void weigh_columns(const bf16* probs, const char* const* rows, int64_t byte_offset, int column,
-                            int num_columns, int first, int last, const GroupState& state) {
+                            int num_columns, int first, int last, const GroupState& state, Ahead* ahead) {
     F16 sums[R][2 * C];
+    HEADRACE_UNROLL
     for (int r = 0; r < R; ++r)
+      HEADRACE_UNROLL
       for (int c = 0; c < 2 * C; ++c) sums[r][c] = splat(0.f);
     const __mmask32 existing = num_columns >= 2 * kLanes ? __mmask32(~0u) : __mmask32((1u << num_columns) - 1);
     for (int t = first & ~1; t < last; t += 2) {
       const bf16* even = reinterpret_cast<const bf16*>(rows[t] + byte_offset) + column;
       const bf16* odd = reinterpret_cast<const bf16*>(rows[t + 1] + byte_offset) + column;
+      HEADRACE_UNROLL
+      for (int i = 0; i < kLinesPerPair; ++i) ahead->fetch_line();
       __m512i pairs[2 * C];
+      HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) {
         const __m512i a = _mm512_maskz_loadu_epi16(existing, even + c * 2 * kLanes);
         const __m512i b = _mm512_maskz_loadu_epi16(existing, odd + c * 2 * kLanes);
         pairs[2 * c] = _mm512_unpacklo_epi16(a, b);
         pairs[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
       }
+      HEADRACE_UNROLL
       for (int r = 0; r < R; ++r) {
         int32_t prob_pair;
         std::memcpy(&prob_pair, probs + r * kTile + t, 4);
         const __m512bh prob = (__m512bh)_mm512_set1_epi32(prob_pair);
+        HEADRACE_UNROLL
         for (int c = 0; c < 2 * C; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], (__m512bh)pairs[c], prob);
       }
     }
+    HEADRACE_UNROLL
     for (int r = 0; r < R; ++r)
+      HEADRACE_UNROLL
       for (int c = 0; c < 2 * C; ++c) {
         float* out = state.out + r * state.out_stride + column + c * kLanes;
         store(out, state.keep ? fma(sums[r][c], splat(state.take[r]), mul(load(out), splat(state.keep[r])))
@@ -212,17 +283,24 @@ struct DotMath {
 template <typename Math, int R, int V>
 inline void score_groups(const float* queries, int num_units, const float* packed, float* scores) {
   F16 sums[R][V];
+  HEADRACE_UNROLL
   for (int r = 0; r < R; ++r)
+    HEADRACE_UNROLL
     for (int v = 0; v < V; ++v) sums[r][v] = splat(0.f);
   for (int u = 0; u < num_units; ++u) {
     F16 keys[V];
+    HEADRACE_UNROLL
     for (int v = 0; v < V; ++v) keys[v] = load(packed + (v * num_units + u) * kLanes);
+    HEADRACE_UNROLL
     for (int r = 0; r < R; ++r) {
       const F16 query = splat(queries[r * num_units + u]);
+      HEADRACE_UNROLL
       for (int v = 0; v < V; ++v) sums[r][v] = Math::multiply_add(sums[r][v], keys[v], query);
     }
   }
+  HEADRACE_UNROLL
   for (int r = 0; r < R; ++r)
+    HEADRACE_UNROLL
     for (int v = 0; v < V; ++v) store(scores + r * kTile + v * kLanes, sums[r][v]);
 }
 

@@ -87,7 +87,6 @@ inline __m256i narrow(F16 a) {
 inline void store(bf16* p, F16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
 inline void store_first(bf16* p, F16 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(a)); }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #else
 
@@ -179,11 +178,17 @@ template <typename T>
 inline void store_first(T* p, F16 a, int n) {
   for (int i = 0; i < kLanes && i < n; ++i) from_float(a.lane[i], p + i);
 }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #undef HEADRACE_LANES
 
 #endif
+
+inline void prefetch(const char* p) { __builtin_prefetch(p); }
+// A load whose result nobody wants; unlike a prefetch it is never dropped.
+inline void touch(const char* p) {
+  const char loaded = *static_cast<const volatile char*>(p);
+  (void)loaded;
+}
 
 // 2^x to the last bit or two (the polynomial is Cephes' exp2f). -inf gives 0, a NaN stays one.
 inline F16 exp2(F16 x) {
