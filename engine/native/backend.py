@@ -104,15 +104,23 @@ class NativeCpuStep:
         self._check(layer, key)
         self._check(layer, value)
         if not key.shape == value.shape == self._new_kv_shape:
-            raise IntegrityError(f"K and V of this step are {self._new_kv_shape}, not {key.shape} and {value.shape}")
+            raise IntegrityError(
+                f"K and V of this step are {self._new_kv_shape}, not {key.shape} and {value.shape}"
+            )
         self._write(self._handle, layer, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0))
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """See `AttentionStep`."""
         self._check(layer, query)
         num_tokens, num_heads, head_dim = query.shape
-        if num_tokens != self._new_kv_shape[0] or num_heads % self._new_kv_shape[1] or head_dim != self._head_dim:
-            raise IntegrityError(f"queries of this step belong to K and V of {self._new_kv_shape}, not {query.shape}")
+        if (
+            num_tokens != self._new_kv_shape[0]
+            or num_heads % self._new_kv_shape[1]
+            or head_dim != self._head_dim
+        ):
+            raise IntegrityError(
+                f"queries of this step belong to K and V of {self._new_kv_shape}, not {query.shape}"
+            )
         out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
         self._attend(
             self._handle,
@@ -135,4 +143,6 @@ class NativeCpuStep:
         # The heads of a token lie side by side; tokens may lie apart.
         is_dense = heads.stride(2) == 1 and (heads.stride(1) == heads.shape[2] or heads.shape[1] == 1)
         if heads.dtype is not self._dtype or not is_dense:
-            raise IntegrityError(f"heads must be {self._dtype}, side by side, not {heads.dtype} {heads.stride()}")
+            raise IntegrityError(
+                f"heads must be {self._dtype}, side by side, not {heads.dtype} {heads.stride()}"
+            )

@@ -90,8 +90,13 @@ class NativeTokenOps:
             raise ValueError(
                 f"heads of a token must lie side by side, in the type of the factors: {_say(heads)}, {_say(cosine)}"
             )
-        if not (num_tokens, head_dim // 2) == cosine.shape == sine.shape or cosine.stride(1) * sine.stride(1) != 1:
-            raise ValueError(f"factors must be (T, D / 2), rows contiguous, not {_say(cosine)} and {_say(sine)}")
+        if (
+            not (num_tokens, head_dim // 2) == cosine.shape == sine.shape
+            or cosine.stride(1) * sine.stride(1) != 1
+        ):
+            raise ValueError(
+                f"factors must be (T, D / 2), rows contiguous, not {_say(cosine)} and {_say(sine)}"
+            )
         self._rotate(
             self._kernels,
             _code(heads),
@@ -136,7 +141,9 @@ def _code(tensor: Tensor) -> int:
     """The kernels' name of a tensor's type, its place and layout checked."""
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None or tensor.is_cuda or tensor.stride(-1) != 1:
-        raise ValueError(f"the kernels take fp32 or bf16 on the CPU, last axis contiguous, not {_say(tensor)}")
+        raise ValueError(
+            f"the kernels take fp32 or bf16 on the CPU, last axis contiguous, not {_say(tensor)}"
+        )
     return code
 
 

@@ -68,7 +68,9 @@ def make_step(shape: Shape, rows: tuple[tuple[int, int], ...], seed: int = 0) ->
     )
 
 
-def lay_out(step: Step, *, poison: float = float("nan"), seed: int = 0) -> tuple[KVStorage, AttentionMetadata]:
+def lay_out(
+    step: Step, *, poison: float = float("nan"), seed: int = 0
+) -> tuple[KVStorage, AttentionMetadata]:
     """A cache that holds every row's past in blocks of any order, and poison in all other slots."""
     shape = step.shape
     block_size = shape.block_size
@@ -92,7 +94,9 @@ def lay_out(step: Step, *, poison: float = float("nan"), seed: int = 0) -> tuple
         for cache, numbers in ((storage.key, step.key[row]), (storage.value, step.value[row])):
             cache.flatten(1, 2)[:, slots[:num_past]] = numbers[:num_past]
         # A token that no position is left for goes into the null block.
-        new_slots.append(torch.cat((torch.zeros(query_len - (seq_len - num_past), dtype=torch.int64), slots[num_past:])))
+        new_slots.append(
+            torch.cat((torch.zeros(query_len - (seq_len - num_past), dtype=torch.int64), slots[num_past:]))
+        )
     seq_lens, query_lens = zip(*step.rows, strict=True)
     return storage, AttentionMetadata(
         slot_mapping=torch.cat(new_slots),
@@ -109,7 +113,9 @@ def new_tokens(step: Step, per_row: tuple[Tensor, ...]) -> Tensor:
     """K or V of the tokens that this step writes."""
     return torch.cat(
         [
-            torch.cat((numbers.new_zeros(max(0, query_len - seq_len), *numbers.shape[1:]), numbers[-query_len:]))
+            torch.cat(
+                (numbers.new_zeros(max(0, query_len - seq_len), *numbers.shape[1:]), numbers[-query_len:])
+            )
             for numbers, (seq_len, query_len) in zip(per_row, step.rows, strict=True)
         ]
     )
@@ -181,7 +187,9 @@ def test_every_variant_equals_plain_attention(
     any_library: NativeLibrary, head_dim: int, dtype: torch.dtype
 ) -> None:
     shape = Shape(head_dim=head_dim, dtype=dtype)
-    assert_close(any_library, make_step(shape, ((5, 5), (150, 3), (40, 1))), spec_of(shape, window=33, soft_cap=15.0))
+    assert_close(
+        any_library, make_step(shape, ((5, 5), (150, 3), (40, 1))), spec_of(shape, window=33, soft_cap=15.0)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,7 +261,9 @@ def test_no_foreign_slot_has_an_effect(
     shape = Shape(block_size=32, dtype=dtype)
     step, spec = make_step(shape, ((1, 1), (140, 1), (70, 6), (33, 33))), spec_of(shape, window)
     for poisoned, clean in zip(
-        attend(any_library, step, spec, poison=poison), attend(any_library, step, spec, poison=0.0), strict=True
+        attend(any_library, step, spec, poison=poison),
+        attend(any_library, step, spec, poison=0.0),
+        strict=True,
     ):
         assert torch.equal(poisoned, clean)
 
@@ -351,7 +361,9 @@ def test_heads_may_be_a_part_of_one_fused_tensor(library: NativeLibrary, dtype: 
     shape = Shape(dtype=dtype)
     step, spec = make_step(shape, ((40, 7), (18, 1))), spec_of(shape)
     storage, metadata = lay_out(step)
-    fused = torch.cat((torch.cat(step.query), new_tokens(step, step.key), new_tokens(step, step.value)), dim=1)
+    fused = torch.cat(
+        (torch.cat(step.query), new_tokens(step, step.key), new_tokens(step, step.value)), dim=1
+    )
     opened = NativeCpuBackend(storage, library).begin_step(metadata)
     opened.write_kv(1, fused[:, 9:12], fused[:, 12:])
     assert torch.equal(opened.attend(1, fused[:, :9], spec), torch.cat(attend(library, step, spec)))
