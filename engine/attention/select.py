@@ -12,6 +12,8 @@ from headrace.engine.attention import cpu, reference
 from headrace.engine.attention.backend import AttentionBackend, Capabilities
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import KVStorage
+from headrace.engine.native import backend as native
+from headrace.engine.native.library import NativeUnavailable, load_default
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +25,26 @@ class _Entry:
     capabilities: Capabilities
     device_types: frozenset[str]
     build: Callable[[KVStorage], AttentionBackend]
+    missing: Callable[[], str | None] = lambda: None
+    """What this installation lacks for it; None when nothing does."""
+
+
+def _build_native(storage: KVStorage) -> AttentionBackend:
+    library = load_default()
+    logger.info("compiled kernels for %s from %s", library.variant, library.path)
+    return native.NativeCpuBackend(storage, library)
+
+
+def _native_missing() -> str | None:
+    try:
+        load_default()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
 
 
 _BACKENDS: Mapping[str, _Entry] = {
+    "native": _Entry(native.CAPABILITIES, frozenset({"cpu"}), _build_native, _native_missing),
     "cpu": _Entry(cpu.CAPABILITIES, frozenset({"cpu"}), cpu.CpuBackend),
     "reference": _Entry(reference.CAPABILITIES, frozenset({"cpu", "cuda"}), reference.ReferenceBackend),
 }
@@ -92,7 +111,8 @@ def _problems(entry: _Entry, storage: KVStorage) -> tuple[str, ...]:
     )
     if storage.device.type not in entry.device_types:
         return (f"it runs on {' and '.join(sorted(entry.device_types))}, not on {storage.device}", *problems)
-    return problems
+    missing = entry.missing()
+    return problems if missing is None else (missing, *problems)
 
 
 def _names() -> str:

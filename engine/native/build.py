@@ -1,7 +1,7 @@
 """Compile the kernels: ``python -m headrace.engine.native.build``. Never done behind a user's back.
 
-Each kernel file is compiled once per instruction set, the library chooses among them when it is loaded. So what is
-built on one x86 machine runs on every other.
+Each kernel file is compiled once per instruction set, the library chooses among them when it is loaded. So
+what is built on one x86 machine runs on every other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def library_stem() -> str:
 
 
 def default_folders() -> tuple[Path, ...]:
-    """Where a library is looked for, and built in the first that can be written: the package, the user's cache."""
+    """Where a library is looked for, beside the package first; the first that can be written is built in."""
     return (
         Path(__file__).parent / "built",
         Path("~/.cache/headrace/native").expanduser(),
@@ -133,8 +133,8 @@ def _find_compiler(wanted: str | None) -> str:
         if found is not None:
             return found
     raise BuildError(
-        f"no C++ compiler: none of {', '.join(_COMPILERS)} is on the PATH. Install one (on Debian: apt-get install g++) "
-        "or name it with --compiler. Without the library the same results come from torch, more slowly"
+        f"no C++ compiler: none of {', '.join(_COMPILERS)} is on the PATH. Install one (on Debian: apt-get "
+        "install g++) or name it with --compiler. Without the library torch computes the same, more slowly"
     )
 
 

@@ -40,8 +40,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "gated_silu": (None, (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)),
     "rotate": (
         None,
-        (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
-        + (c_int64, c_int64, c_int64, c_int32),
+        (c_void_p, c_int32, *(c_void_p, c_int64) * 3, c_int64, c_int64, c_int64, c_int32),
     ),
     "argmax": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32)),
 }
@@ -52,7 +51,7 @@ class NativeUnavailable(Exception):
 
 
 class NativeLibrary:
-    """The loaded library with the kernels of one instruction set chosen. Its functions let other threads run."""
+    """The loaded library, the kernels of one instruction set chosen. Its calls let other threads run."""
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
         """Load a library.

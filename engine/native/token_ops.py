@@ -88,7 +88,8 @@ class NativeTokenOps:
         num_tokens, num_heads, head_dim = heads.shape
         if heads.stride(1) != head_dim or not heads.dtype == cosine.dtype == sine.dtype:
             raise ValueError(
-                f"heads of a token must lie side by side, in the type of the factors: {_say(heads)}, {_say(cosine)}"
+                "heads of a token must lie side by side, in the type of the factors: "
+                f"{_say(heads)}, {_say(cosine)}"
             )
         if (
             not (num_tokens, head_dim // 2) == cosine.shape == sine.shape
@@ -148,4 +149,5 @@ def _code(tensor: Tensor) -> int:
 
 
 def _say(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"

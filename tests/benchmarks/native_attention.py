@@ -1,8 +1,8 @@
 """How long paged attention of one layer takes: compiled kernels, torch's operators, the memory's limit.
 
-Run it from the repository root on an idle machine: ``python -m tests.benchmarks.native_attention``. The model's
-attention is SmolLM2-135M's (9 query and 3 KV heads of 64); 30 layers take turns, so that the cache's bytes come
-from memory and not from the processor's caches, as in a real step.
+Run it from the repository root on an idle machine: ``python -m tests.benchmarks.native_attention``. The
+model's attention is SmolLM2-135M's (9 query and 3 KV heads of 64); 30 layers take turns, so that the cache's
+bytes come from memory and not from the processor's caches, as in a real step.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def cumulated(lens: tuple[int, ...]) -> Tensor:
 def times_us(
     backend: AttentionBackend, metadata: AttentionMetadata, query: Tensor, seconds: float
 ) -> tuple[float, float]:
-    """Time of one layer's `attend`, best and median, microseconds; all layers take turns, planning included."""
+    """Best and median time of one layer's `attend`, microseconds; planning included, layers take turns."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 4:

@@ -1,7 +1,7 @@
 """The compiled kernels for the tests, in every variant that this processor runs.
 
-Without a built library the tests are skipped and say so; HEADRACE_REQUIRE_NATIVE=1 makes that a failure, so that a
-build step that went missing is noticed.
+Without a built library the tests are skipped and say so; HEADRACE_REQUIRE_NATIVE=1 makes that a failure, so
+that a build step that went missing is noticed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from headrace.engine.native.library import NativeLibrary, NativeUnavailable, find_library
 
 # Read before the fixture that hides HEADRACE_* from each test.

@@ -9,6 +9,9 @@ from itertools import accumulate
 import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
 from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec
 from headrace.engine.attention.reference import ReferenceBackend
 from headrace.engine.config import CacheLayout
@@ -16,8 +19,6 @@ from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.native.backend import NativeCpuBackend
 from headrace.engine.native.library import NativeLibrary
-from hypothesis import HealthCheck, given, settings
-from torch import Tensor
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -168,16 +169,11 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 256])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 1)])
+@pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 1)], ids=str)
 def test_mixed_rows_equal_plain_attention(
-    library: NativeLibrary,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
+    library: NativeLibrary, heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    shape = Shape(num_heads, num_kv_heads, head_dim, block_size, dtype)
+    shape = Shape(*heads, head_dim, block_size, dtype)
     assert_close(library, make_step(shape, MIXED), spec_of(shape))
 
 
@@ -219,26 +215,22 @@ def test_long_contexts(library: NativeLibrary, dtype: torch.dtype) -> None:
         min_size=1,
         max_size=6,
     ),
-    num_kv_heads=st.integers(1, 3),
-    group_size=st.integers(1, 9),
-    head_dim=st.integers(1, 12).map(lambda n: 8 * n),
-    block_size=st.integers(1, 40),
-    dtype=st.sampled_from(list(TOLERANCES)),
+    shape=st.builds(
+        lambda num_kv_heads, group_size, width, block_size, dtype: Shape(
+            num_kv_heads * group_size, num_kv_heads, 8 * width, block_size, dtype
+        ),
+        st.integers(1, 3),
+        st.integers(1, 9),
+        st.integers(1, 12),
+        st.integers(1, 40),
+        st.sampled_from(list(TOLERANCES)),
+    ),
     window=st.none() | st.integers(1, 300),
     seed=st.integers(0, 2**31),
 )
 def test_any_layout_equals_plain_attention(
-    library: NativeLibrary,
-    rows: list[tuple[int, int]],
-    num_kv_heads: int,
-    group_size: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    window: int | None,
-    seed: int,
+    library: NativeLibrary, rows: list[tuple[int, int]], shape: Shape, window: int | None, seed: int
 ) -> None:
-    shape = Shape(num_kv_heads * group_size, num_kv_heads, head_dim, block_size, dtype)
     assert_close(library, make_step(shape, tuple(rows), seed), spec_of(shape, window))
 
 
@@ -329,8 +321,7 @@ def test_cutting_a_prompt_changes_no_bit(any_library: NativeLibrary, chunk: int,
     spec, length = spec_of(shape), 300
     whole = make_step(shape, ((length, length),))
     expected = attend(any_library, whole, spec)[0]
-    for end in (chunk, 2 * chunk, length):
-        end = min(end, length)
+    for end in (min(chunk, length), min(2 * chunk, length), length):
         begin = max(0, end - chunk)
         part = replace(
             whole,

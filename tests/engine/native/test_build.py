@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.native.build import BuildError, build, library_stem, main
 from headrace.engine.native.library import NativeLibrary, find_library
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.native.build import library_stem
 from headrace.engine.native.library import NativeLibrary, NativeUnavailable, find_library
 
@@ -42,5 +43,5 @@ def test_the_best_variant_is_taken(library: NativeLibrary) -> None:
 
 
 def test_an_unknown_variant_is_refused(library: NativeLibrary) -> None:
-    with pytest.raises(NativeUnavailable, match="use one of .*generic"):
+    with pytest.raises(NativeUnavailable, match=r"use one of .*generic"):
         NativeLibrary(library.path, "sse9")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+
 from headrace.engine.native.library import NativeLibrary
 from headrace.engine.native.token_ops import NativeTokenOps
 
