@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headrace.clients.events import Load
 
-_LOAD_LINE_EVERY_S = 1.0
+_LOAD_LINE_EVERY_S = 5.0
 _FIXED_WIDTH = 26
 """Characters of a table row that are neither question nor answer."""
 
@@ -105,7 +105,7 @@ class LiveView:
 
 
 class PlainView:
-    """A line when a request starts and one when it ends; the totals every second."""
+    """A line when a request starts and one when it ends; the totals every five seconds."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
