@@ -18,18 +18,18 @@ from torch import Tensor
 from headrace.engine.sampling.row import SampledRow
 
 _MAX_LOGIT = torch.finfo(torch.float32).max
-_NUM_REMEMBERED = 128
+_NUM_REMEMBERED = 64
 
 
 def adjust(logits: Tensor, rows: Sequence[SampledRow]) -> None:
-    """Apply, in this order: allowed, banned and suppressed ids and bad words, repetition penalty, frequency
-    and presence penalties, bias. Costs as much as there are places, never vocabulary times history.
+    """Apply, in this order: constraint, allowed, banned and suppressed ids and bad words, repetition penalty,
+    frequency and presence penalties, bias. Costs as much as there are places, never vocabulary times history.
 
     Args:
         logits: (R, V), fp32; changed in place.
         rows: R of them.
     """
-    _keep_allowed(logits, rows)
+    _keep_within_constraint(logits, rows)
     _mask(logits, rows)
     _penalise_repetition(logits, rows)
     _penalise_output(logits, rows)
@@ -45,24 +45,31 @@ def completed_bad_words(row: SampledRow) -> Iterator[int]:
             yield last
 
 
-def _keep_allowed(logits: Tensor, rows: Sequence[SampledRow]) -> None:
-    allowed = [
-        (i, _as_tensor(row.params.allowed_token_ids, logits.device))
-        for i, row in enumerate(rows)
-        if row.params.allowed_token_ids is not None
-    ]
-    if allowed:
-        places = _places(allowed, logits.device)
-        kept = logits[places]
-        logits[torch.tensor([i for i, _ in allowed], device=logits.device)] = -math.inf
-        logits[places] = kept
+def _keep_within_constraint(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+    constrained = [(i, row.allowed_bits) for i, row in enumerate(rows) if row.allowed_bits is not None]
+    if constrained:
+        vocab_size = logits.shape[1]
+        num_bytes = -(-vocab_size // 8)
+        packed = b"".join(bits.ljust(num_bytes, b"\0") for _, bits in constrained)
+        bits = np.frombuffer(packed, np.uint8).reshape(len(constrained), num_bytes)
+        allowed = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+        which = torch.tensor([i for i, _ in constrained], device=logits.device)
+        is_forbidden = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
+        logits[which] = logits[which].masked_fill_(is_forbidden, -math.inf)
 
 
 def _mask(logits: Tensor, rows: Sequence[SampledRow]) -> None:
     masked: list[tuple[int, Tensor]] = []
     for i, row in enumerate(rows):
-        sets = (row.params.banned_token_ids, row.suppressed_token_ids, frozenset(completed_bad_words(row)))
-        masked += [(i, _as_tensor(token_ids, logits.device)) for token_ids in sets if token_ids]
+        params = row.params
+        if params.allowed_token_ids is not None or params.banned_token_ids:
+            # Impossible tokens stay so, whatever is added to them.
+            logits[i] += _lasting_mask(
+                params.allowed_token_ids, params.banned_token_ids, logits.shape[1], logits.device
+            )
+        passing = row.suppressed_token_ids.union(completed_bad_words(row))
+        if passing:
+            masked.append((i, torch.tensor(sorted(passing), device=logits.device)))
     if masked:
         logits[_places(masked, logits.device)] = -math.inf
 
@@ -135,12 +142,20 @@ def _to(array: NDArray[np.int64] | NDArray[np.float64], device: torch.device) ->
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-# A request's ids are the same at each of its steps, and many: they are laid out once.
+# A request says the same at each of its steps: what it says is laid out once.
 
 
 @lru_cache(_NUM_REMEMBERED)
-def _as_tensor(token_ids: frozenset[int], device: torch.device) -> Tensor:
-    return torch.tensor(sorted(token_ids), dtype=torch.int64, device=device)
+def _lasting_mask(
+    allowed: frozenset[int] | None, banned: frozenset[int], vocab_size: int, device: torch.device
+) -> Tensor:
+    """(V,), fp32: 0 for a token that may be drawn, -inf for one that may not."""
+    mask = torch.zeros(vocab_size)
+    if allowed is not None:
+        mask.fill_(-math.inf)
+        mask[sorted(allowed)] = 0.0
+    mask[sorted(banned)] = -math.inf
+    return mask.to(device)
 
 
 @lru_cache(_NUM_REMEMBERED)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.outputs import TokenLogprob, TokenLogprobs
-from headrace.engine.sampling.sums import totals
+from headrace.engine.sampling.reductions import numbered, totals
 
 _NUM_FIXED = 5
 
@@ -93,11 +93,8 @@ def _lowest_at_border(logits: Tensor, values: Tensor, token_ids: Tensor) -> Tens
     """
     num_top = values.shape[1] - 1
     border = values[:, num_top:]
-    num_above = (values > border).sum(dim=-1)
-    rows, level_ids = torch.nonzero(logits == border, as_tuple=True)
-    counts = torch.bincount(rows, minlength=logits.shape[0])
-    places = torch.arange(rows.shape[0], device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    places += num_above[rows]
+    rows, level_ids, places = numbered(logits == border)
+    places += (values > border).sum(dim=-1)[rows]
     is_in = places < num_top
     token_ids[rows[is_in], places[is_in]] = level_ids[is_in]
     return token_ids

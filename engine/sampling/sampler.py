@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headrace.engine.sampling.adjustments import adjust
 from headrace.engine.sampling.draws import Purpose, uniform
+from headrace.engine.sampling.reductions import RUN, cumulated_runs, highest, runs, take_run
 from headrace.engine.sampling.row import SampledRow
-from headrace.engine.sampling.sums import RUN, cumulated_runs, runs
 from headrace.engine.sampling.truncation import token_weights
 
 _BELOW_ONE = 1.0 - 2.0**-53
@@ -45,36 +45,35 @@ def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
         logits: (R, V), fp32; not changed.
         rows: R of them.
     """
-    device = logits.device
-    highest, token_ids = logits.max(dim=-1)
-    is_healthy = has_choice = torch.isfinite(highest)
+    peaks, token_ids = highest(logits)
+    is_healthy = has_choice = torch.isfinite(peaks)
     adjusted = [i for i, row in enumerate(rows) if row.is_adjusted]
     if adjusted:
-        which = torch.tensor(adjusted, device=device)
-        changed = logits[which]
+        # A copy: whoever tells logprobs reads the model's own logits.
+        which = torch.tensor(adjusted, device=logits.device)
+        changed = logits.index_select(0, which)
         adjust(changed, [rows[i] for i in adjusted])
-        highest[which], token_ids[which] = changed.max(dim=-1)
-        has_choice = torch.isfinite(highest)
-        # Out of place: whoever tells logprobs reads the model's own logits.
-        logits = logits.index_copy(0, which, changed)
+        peaks[which], token_ids[which] = highest(changed)
+        has_choice = torch.isfinite(peaks)
+        logits = changed if len(adjusted) == len(rows) else logits.index_copy(0, which, changed)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if drawn:
-        which = torch.tensor(drawn, device=device)
-        token_ids[which] = _draw(logits[which], highest[which], [rows[i] for i in drawn])
+        which = torch.tensor(drawn, device=logits.device)
+        some = logits if len(drawn) == len(rows) else logits[which]
+        token_ids[which] = _draw(some, peaks[which], [rows[i] for i in drawn])
     return SampledTokens(token_ids, is_healthy, has_choice)
 
 
-def _draw(logits: Tensor, highest: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """(D,): a token per row, where the row's own uniform number falls in its cumulated weights."""
-    weights = token_weights(logits, highest, [row.params for row in rows])
+    weights = token_weights(logits, peaks, [row.params for row in rows])
     numbers = [uniform(row.params.seed, row.index, row.position, Purpose.SAMPLE) for row in rows]
     # Two short searches instead of one long one: first for the run, then in it.
     ends = cumulated_runs(weights)
     marks = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * ends[:, -1:]
     run = _first_end_past(ends, marks)
     marks = marks - torch.where(run > 0, ends.gather(1, (run - 1).clamp(min=0)), 0.0)
-    chosen = runs(weights).gather(1, run[:, :, None].expand(-1, -1, RUN)).squeeze(1)
-    ends = chosen.cumsum(dim=-1, dtype=torch.float64)
+    ends = take_run(runs(weights), run).cumsum(dim=-1, dtype=torch.float64)
     # The run's own total may differ from its share above in the last bit: the mark stays inside.
     marks = torch.minimum(marks, ends[:, -1:] * _BELOW_ONE)
     # A row of NaN finds the end of the last run, which may lie past the vocabulary.

@@ -5,17 +5,21 @@ Letters: D drawn (not greedy) rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.sampling.sums import totals
+from headrace.engine.sampling.reductions import at_least, numbered, totals
 
-_FEW, _MANY = 64, 1024
-"""So many of the preferred tokens are looked at first, and next; only then the whole vocabulary is sorted."""
+_WIDTHS = (64, 512, 8192)
+"""So many of the preferred tokens are looked at first, and next; only then is the whole vocabulary sorted."""
+_ABSENT = -1e4
+"""In place of the scaled logit of an impossible token: its exponential is 0 too, and 0 times it is 0."""
+_FAR = 1e9
+"""More than any distance between scaled logits of possible tokens."""
 
 
 def token_weights(logits: Tensor, highest: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -38,90 +42,111 @@ def token_weights(logits: Tensor, highest: Tensor, params: Sequence[SamplingPara
     # The highest is taken off before the division, so that a low temperature can't overflow.
     scaled = (logits - highest[:, None]).div_(temperatures[:, None])
     weights = scaled.exp()
-    cut = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
-    if cut:
-        which = torch.tensor(cut, device=device)
-        top_ks = [params[i].top_k if 0 < params[i].top_k < vocab_size else vocab_size for i in cut]
-        kept = _preferred(scaled[which], weights[which], top_ks, [params[i].top_p for i in cut])
-        weights[which] = weights[which].masked_fill_(~kept, 0.0)
-    cut = [i for i, p in enumerate(params) if p.typical_p < 1.0]
-    if cut:
-        which = torch.tensor(cut, device=device)
-        kept = _typical(scaled[which], weights[which], [params[i].typical_p for i in cut])
-        weights[which] = weights[which].masked_fill_(~kept, 0.0)
+    rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
+    if rows:
+        top_ks = [min(params[i].top_k or vocab_size, vocab_size) for i in rows]
+        cut = partial(_keep_first, max_counts=top_ks, shares=[params[i].top_p for i in rows])
+        _apply(cut, rows, scaled, weights)
+    rows = [i for i, p in enumerate(params) if p.typical_p < 1.0]
+    if rows:
+        _apply(partial(_keep_typical, shares=[params[i].typical_p for i in rows]), rows, scaled, weights)
     if any(p.min_p > 0.0 for p in params):
+        least = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
         # Typical-p alone may have removed the likeliest token; else its weight is exactly 1.
-        likeliest = weights.amax(dim=-1) if cut else 1.0
-        least = likeliest * torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
-        weights.masked_fill_(weights < least[:, None], 0.0)
+        weights.mul_(at_least(weights, least * weights.amax(dim=-1) if rows else least))
     return weights
 
 
-def _typical(scaled: Tensor, weights: Tensor, masses: Sequence[float]) -> Tensor:
-    """(D, V), bool: what typical-p keeps.
+def _apply(
+    cut: Callable[[Tensor, Tensor], None], rows: Sequence[int], scaled: Tensor, weights: Tensor
+) -> None:
+    """Let `cut` set some of the weights of some rows to 0."""
+    if len(rows) == weights.shape[0]:
+        cut(scaled, weights)
+        return
+    which = torch.tensor(rows, device=weights.device)
+    part = weights[which]
+    cut(scaled[which], part)
+    weights[which] = part
+
+
+def _keep_typical(scaled: Tensor, weights: Tensor, shares: Sequence[float]) -> None:
+    """Typical-p: see `_keep_first`.
 
     A token's information is log(total) - scaled, the expected one its mean: the logarithm falls out of their
     difference.
     """
-    scaled, wide = scaled.double(), weights.double()
-    is_left = wide > 0.0
-    mean = totals(torch.where(is_left, wide * scaled, 0.0)) / totals(wide)
-    scores = (scaled - mean[:, None]).abs_().neg_().masked_fill_(~is_left, -math.inf)
-    return _preferred(scores, weights, [scaled.shape[1]] * len(masses), masses)
+    wide = weights.double()
+    information = scaled.double().clamp_(min=_ABSENT)
+    mean = totals(wide * information) / totals(wide)
+    scores = information.sub_(mean[:, None]).abs_().neg_()
+    # What an earlier control has removed comes last.
+    scores.sub_(torch.eq(wide, 0.0, out=wide), alpha=_FAR)
+    _keep_first(scores, weights, [weights.shape[1]] * len(shares), shares)
 
 
-def _preferred(scores: Tensor, weights: Tensor, max_counts: Sequence[int], masses: Sequence[float]) -> Tensor:
-    """The fewest tokens of highest score that hold a share of the mass.
+def _keep_first(scores: Tensor, weights: Tensor, max_counts: Sequence[int], shares: Sequence[float]) -> None:
+    """Keep the fewest tokens of highest score that hold a share of the mass; the others' weights become 0.
 
     Args:
         scores: (D, V): which tokens come first.
-        weights: (D, V), fp32.
+        weights: (D, V), fp32; changed in place.
         max_counts: D of them: no more tokens than these are kept or counted in the mass.
-        masses: D of them: the share, in (0, 1]; 1 keeps all.
-
-    Returns:
-        (D, V), bool.
+        shares: D of them, in (0, 1]; 1 keeps all.
     """
-    limits = torch.tensor(max_counts, device=scores.device)
-    shares = torch.tensor(masses, dtype=torch.float64, device=scores.device)
     vocab_size = scores.shape[1]
-    widths = [width for width in (_FEW, _MANY) if width < vocab_size] + [vocab_size]
-    counts, lowest = _cut_points(scores, weights, limits, shares, widths)
-    above = scores > lowest[:, None]
-    level = scores == lowest[:, None]
-    num_level = counts - above.sum(dim=-1)
-    if bool((level.sum(dim=-1) > num_level).any()):
-        level &= level.cumsum(dim=-1) <= num_level[:, None]
-    return above | level
+    limits = torch.tensor(max_counts, device=scores.device)
+    parts = torch.tensor(shares, dtype=torch.float64, device=scores.device)
+    widths = [*(width for width in _WIDTHS if width < vocab_size), vocab_size]
+    lowest, num_level = _cut_points(scores, weights, limits, parts, widths)
+    weights.mul_(at_least(scores, lowest))
+    is_tied = num_level > 0
+    if bool(is_tied.any()):
+        which = torch.nonzero(is_tied).squeeze(1)
+        rows, token_ids, places = numbered(scores[which] == lowest[which, None])
+        is_surplus = places >= num_level[which][rows]
+        weights[which[rows[is_surplus]], token_ids[is_surplus]] = 0.0
 
 
 def _cut_points(
     scores: Tensor, weights: Tensor, limits: Tensor, shares: Tensor, widths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """How many of the first tokens stay, and the score of the last of them.
+    """Where to cut.
 
     Args:
-        limits, shares: (D,): see `_preferred`.
-        widths: how many of the first tokens are looked at; where that tells nothing, how many next.
+        limits, shares: (D,): see `_keep_first`.
+        widths: how many of the first tokens are looked at; where that tells too little, how many next.
 
     Returns:
-        Two of (D,).
+        Two of (D,): the score of the last token that stays; and where that is a tie, how many of those with
+        this score stay, else 0.
     """
     width, vocab_size = widths[0], scores.shape[1]
-    ordered, token_ids = scores.topk(width, dim=-1)
-    cumulated = weights.gather(1, token_ids).cumsum(dim=-1, dtype=torch.float64)
-    within = cumulated.gather(1, limits.clamp(max=width)[:, None] - 1).squeeze(1)
+    # One more is looked at than may stay: it may be the last one's equal.
+    ordered, token_ids = scores.topk(min(width + 1, vocab_size), dim=-1)
+    ordered_weights = weights.gather(1, token_ids)
+    cumulated = ordered_weights.cumsum(dim=-1, dtype=torch.float64)
+
+    def item(of: Tensor, place: Tensor) -> Tensor:
+        return of.gather(1, place.clamp(max=of.shape[1] - 1)[:, None]).squeeze(1)
+
     is_whole = limits <= width
-    wanted = shares * torch.where(is_whole, within, totals(weights))
+    wanted = shares * torch.where(is_whole, item(cumulated, limits - 1), totals(weights))
     # A token stays while those before it do not reach the wanted mass; a share of 1 keeps all.
     reached = (cumulated < wanted[:, None]).sum(dim=-1) + 1
     counts = torch.minimum(torch.where(shares < 1.0, reached, limits), limits)
+    lowest = item(ordered, counts - 1)
+    # Impossible tokens are equals that nobody has to tell apart.
+    is_tied = (
+        (counts < ordered.shape[1])
+        & (item(ordered, counts) == lowest)
+        & (item(ordered_weights, counts - 1) > 0)
+    )
+    num_level = torch.where(is_tied, counts - (ordered > lowest[:, None]).sum(dim=-1), 0)
     is_enough = (is_whole | (limits == vocab_size)) & (counts <= width)
-    counts = counts.clamp(max=width)
-    lowest = ordered.gather(1, counts[:, None] - 1).squeeze(1)
     if len(widths) > 1 and not bool(is_enough.all()):
         more = torch.nonzero(~is_enough).squeeze(1)
-        counts[more], lowest[more] = _cut_points(
+        lowest[more], num_level[more] = _cut_points(
             scores[more], weights[more], limits[more], shares[more], widths[1:]
         )
-    return counts, lowest
+    return lowest, num_level
