@@ -12,6 +12,7 @@ from headrace.engine.config import (
 )
 from headrace.engine.errors import (
     ConfigError,
+    ConstraintFailed,
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
@@ -42,6 +43,7 @@ from headrace.engine.outputs import (
     Usage,
 )
 from headrace.engine.runner.protocol import LoadedModel, LoadProgress, Runner
+from headrace.engine.sampling.constraint import CompiledConstraint, Constraint, ConstraintKind
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import OutputParams, Request, RequestId, StopConditions
 from headrace.engine.streams import StepWatch, TokenStream
@@ -55,7 +57,11 @@ __all__ = [
     "CacheLayout",
     "Chat",
     "ChatMessage",
+    "CompiledConstraint",
     "ConfigError",
+    "Constraint",
+    "ConstraintFailed",
+    "ConstraintKind",
     "DeadlineExceeded",
     "Draining",
     "DuplicateRequest",

@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import Self
 
 from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, ModelInfo
+from headrace.engine.constraints import ConstraintDesk
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.errors import Draining, EngineDead
 from headrace.engine.outputs import FailureEvent, Load
 from headrace.engine.runner.fault_barrier import FaultBarrier
 from headrace.engine.runner.protocol import LoadedModel
+from headrace.engine.sampling.constraint import CompiledConstraint, Constraint
 from headrace.engine.sequence import Request, RequestId
 from headrace.engine.streams import StepWatch, TokenStream
 from headrace.engine.tokenizer import Tokenizer
@@ -42,6 +44,7 @@ class AsyncEngine:
         self._config = config
         self._core = EngineCore(model.info, model.layout, model.tokenizer, config, time.monotonic)
         self._barrier = FaultBarrier(model.runner)
+        self._constraints = ConstraintDesk(model)
         self._streams: dict[RequestId, TokenStream] = {}
         self._to_abort: set[RequestId] = set()
         self._watches: list[StepWatch] = []
@@ -105,10 +108,21 @@ class AsyncEngine:
             await asyncio.wait({self._loop_task})
         await asyncio.get_running_loop().run_in_executor(self._executor, self._barrier.close)
         self._executor.shutdown(wait=False)
+        self._constraints.close()
 
     def max_tokens_for(self, request: Request) -> int:
         """The cap that applies to a request: its own, or what context and KV pool leave to its prompt."""
         return max_tokens_for(request, self.info, self.layout)
+
+    async def compile_constraint(self, constraint: Constraint) -> CompiledConstraint:
+        """Make the form of a text ready for `Request.constraint`: off the event loop, in bounded time.
+
+        Raises:
+            InvalidRequest: it is faulty, not supported, or takes too much; or this server can't follow any.
+            Overloaded: too many wait for the same.
+            RequestFailed: the compiler was ended from outside; the next call starts another.
+        """
+        return await self._constraints.compile(constraint)
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request.

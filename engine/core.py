@@ -149,6 +149,7 @@ class EngineCore:
                 arrival_s=now_s,
                 token_ids=list(request.prompt_token_ids),
                 index=index,
+                matcher=None if request.constraint is None else request.constraint.start(),
                 leader=leader,
             )
             leader = leader or sequence

@@ -75,6 +75,10 @@ class RequestFailed(EngineError):
     """The model failed on this one request (a non-finite row, say); the others go on."""
 
 
+class ConstraintFailed(RequestFailed):
+    """The text of this one request can't be continued within its constraint."""
+
+
 class ConfigError(EngineError):
     """The engine can't start as configured."""
 

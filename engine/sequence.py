@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import NewType
 
 from headrace.engine.errors import InvalidTransition
+from headrace.engine.sampling.constraint import CompiledConstraint, ConstraintMatcher, RowConstraint
 from headrace.engine.sampling.params import SamplingParams
 
 RequestId = NewType("RequestId", str)
@@ -78,6 +79,9 @@ class Request:
         isolation_key: KV of equal beginnings is shared only between requests of equal keys.
         uses_prefix_cache: whether it takes KV from the prefix cache and leaves its own there.
         deadline_s: moment past which nobody waits for the answer any more.
+        constraint: the form of the text, made ready by `AsyncEngine.compile_constraint`. An end id is drawn
+            where the text is complete, and there alone: where it is complete and nothing can follow, it ends,
+            `min_tokens` or not. A stop string ends it wherever it comes.
     """
 
     request_id: RequestId
@@ -91,6 +95,7 @@ class Request:
     best_of: int = 1
     isolation_key: str = ""
     uses_prefix_cache: bool = True
+    constraint: CompiledConstraint | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +107,7 @@ class Sequence:
         max_len: length at which it ends with LENGTH, tokens.
         end_token_ids: every id that ends it with STOP.
         arrival_s: when it was submitted, monotonic seconds.
+        matcher: watches over the form of its text, where the request gives one.
         leader: the first sequence of the same request, if that isn't this one; the others share its prompt.
         num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after
             a preemption it is 0 and everything known is computed again.
@@ -118,6 +124,7 @@ class Sequence:
     arrival_s: float
     token_ids: list[int]
     index: int = 0
+    matcher: ConstraintMatcher | None = None
     leader: Sequence | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -135,6 +142,14 @@ class Sequence:
         """What may not be drawn next: the end ids, before `min_tokens` are made."""
         is_early = self.num_output_tokens < self.request.stop.min_tokens
         return self.end_token_ids if is_early else frozenset()
+
+    @property
+    def row_constraint(self) -> RowConstraint | None:
+        """What says which token may be drawn next, for a request with a constraint."""
+        if self.matcher is None:
+            return None
+        output = tuple(self.token_ids[self.num_prompt_tokens :])
+        return RowConstraint(self.matcher, output, self.end_token_ids)
 
     @property
     def num_logprobs(self) -> int | None:

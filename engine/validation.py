@@ -32,6 +32,7 @@ def check_request(request: Request, info: ModelInfo, layout: CacheLayout) -> Non
         violations.append(FieldViolation("time_limit", f"must be a positive time, got {limit} s"))
     violations += _count_violations(request)
     violations += _sampling_violations(request.sampling, info.vocab_size)
+    violations += _constraint_violations(request, info)
     if violations:
         raise InvalidRequest(*violations)
 
@@ -102,6 +103,17 @@ def _sampling_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[
             )
     if len(sampling.banned_token_ids) >= vocab_size:
         yield FieldViolation("sampling.banned_token_ids", "leaves no token that could be drawn")
+
+
+def _constraint_violations(request: Request, info: ModelInfo) -> Iterator[FieldViolation]:
+    if request.constraint is None:
+        return
+    if request.stop.ignore_eos:
+        reason = "can't be set with a constraint: its text ends where it is complete, by an end id"
+        yield FieldViolation("stop.ignore_eos", reason)
+    elif not info.eos_token_ids and not request.stop.token_ids:
+        reason = "must name an id that ends a constrained text, for the model declares none"
+        yield FieldViolation("stop.token_ids", reason)
 
 
 def _first_foreign(token_ids: Iterable[int], vocab_size: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.runner.results import StepTables, to_result
+from headrace.engine.sampling.constraint import RowMask
 from headrace.engine.sampling.logprobs import logprob_table
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.row import SampledRow
@@ -81,12 +83,18 @@ class ModelRunner:
             raise IntegrityError("a plan holds draft tokens, which this runner does not verify")
         batch = build_batch(plan, self._block_size, self._model.device)
         step = self._attention.begin_step(batch.attention)
-        num_sampled, is_prompt_told = batch.logits_rows.shape[0], batch.prompt_rows.shape[0] > 0
+        sampled = [row for row in plan.rows if row.is_sampled]
+        is_prompt_told = batch.prompt_rows.shape[0] > 0
         rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows
         hidden = self._model.hidden(batch.input_ids, batch.positions, step, rows)
-        tokens, logprobs = _draw(self._model, hidden[:num_sampled], plan) if num_sampled else (None, None)
-        prompt = _tell_prompts(self._model, hidden[num_sampled:], plan) if is_prompt_told else ()
-        return to_result(plan, StepTables(tokens, logprobs, prompt))
+        # While the device computes.
+        masks = [None if row.constraint is None else row.constraint.mask() for row in sampled]
+        tokens, logprobs = (
+            _draw(self._model, hidden[: len(sampled)], sampled, masks) if sampled else (None, None)
+        )
+        prompt = _tell_prompts(self._model, hidden[len(sampled) :], plan) if is_prompt_told else ()
+        failures = tuple(None if mask is None else mask.failure for mask in masks)
+        return to_result(plan, StepTables(tokens, logprobs, prompt, failures))
 
     def warm_up(self, num_prefill_tokens: int, num_decode_rows: int) -> None:
         """Run the largest steps once, over the null block, so that no request pays for first calls.
@@ -117,11 +125,12 @@ class ModelRunner:
         self._model = self._attention = None
 
 
-def _draw(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+def _draw(
+    model: ForwardModel, hidden: Tensor, rows: Sequence[ScheduledSequence], masks: Sequence[RowMask | None]
+) -> tuple[Tensor, Tensor | None]:
     """`StepTables.tokens` and `StepTables.logprobs`, from the (R, hidden size) of the sampled rows."""
-    rows = [row for row in plan.rows if row.is_sampled]
     logits = model.logits(hidden)
-    sampled = sample(logits, [_sampled_row(row) for row in rows])
+    sampled = sample(logits, [_sampled_row(row, mask) for row, mask in zip(rows, masks, strict=True)])
     tokens = torch.stack((sampled.token_ids, sampled.is_healthy, sampled.has_choice), dim=1)
     num_tops = [(i, row.num_logprobs) for i, row in enumerate(rows) if row.num_logprobs is not None]
     if not num_tops:
@@ -149,12 +158,15 @@ def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[
     )
 
 
-def _sampled_row(row: ScheduledSequence) -> SampledRow:
+def _sampled_row(row: ScheduledSequence, mask: RowMask | None) -> SampledRow:
+    # A text that nothing can follow ends: there is no token left to reach `min_tokens` with.
+    must_end = mask is not None and mask.must_end
     return SampledRow(
         row.sampling,
         row.index,
         row.end_position,
         row.num_prompt_tokens,
         row.known_token_ids,
-        row.suppressed_token_ids,
+        frozenset() if must_end else row.suppressed_token_ids,
+        None if mask is None else mask.bits,
     )

@@ -13,8 +13,8 @@ from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPl
 
 _NOT_FINITE = "the model's output for this request is not finite (NaN or infinity)"
 _NO_CHOICE = (
-    "sampling leaves no token that could be drawn: the request's allowed and banned ids, bad words and "
-    "min_tokens together forbid every one"
+    "sampling leaves no token that could be drawn: the request's constraint, allowed and banned ids, "
+    "bad words and min_tokens together forbid every one"
 )
 _Numbers = list[float]
 
@@ -27,18 +27,21 @@ class StepTables:
         tokens: (R, 3): per sampled row the token, whether the model is healthy, whether any token was left.
         logprobs: see `headrace.engine.sampling.logprobs.logprob_table`; sampled rows that tell logprobs.
         prompt: the same for the prompt tokens that follow one of this step, slice by slice.
+        failures: per sampled row why its request can't go on, known before any token was drawn.
     """
 
     tokens: Tensor | None = None
     logprobs: Tensor | None = None
     prompt: tuple[Tensor, ...] = ()
+    failures: tuple[str | None, ...] = ()
 
 
 def to_result(plan: StepPlan, tables: StepTables) -> StepResult:
     """Bring the tables to the host, in the step's one copy, and share them out."""
     prompt = torch.cat(tables.prompt) if tables.prompt else None
     tokens, logprobs, told = (iter(t) for t in _to_host((tables.tokens, tables.logprobs, prompt)))
-    return StepResult(tuple(_row_result(row, tokens, logprobs, told) for row in plan.rows))
+    failures = iter(tables.failures)
+    return StepResult(tuple(_row_result(row, tokens, logprobs, told, failures) for row in plan.rows))
 
 
 def _row_result(
@@ -46,12 +49,15 @@ def _row_result(
     tokens: Iterator[_Numbers],
     logprobs: Iterator[_Numbers],
     told: Iterator[_Numbers],
+    failures: Iterator[str | None],
 ) -> RowResult:
     """Take from each table what is this row's."""
     token_ids: tuple[int, ...] = ()
     is_healthy = has_choice = 1.0
+    failure: str | None = None
     logprobs_of = []
     if row.is_sampled:
+        failure = next(failures)
         token_id, is_healthy, has_choice = next(tokens)
         token_ids = (int(token_id),)
         if row.num_logprobs is not None:
@@ -62,8 +68,8 @@ def _row_result(
         prompt_of = [read_logprobs(next(told), num_top) for _ in range(row.num_prompt_successors)]
     if not is_healthy or None in prompt_of:
         return RowResult(failure=_NOT_FINITE)
-    if not has_choice:
-        return RowResult(failure=_NO_CHOICE)
+    if failure is not None or not has_choice:
+        return RowResult(failure=failure or _NO_CHOICE)
     return RowResult(
         token_ids,
         logprobs=tuple(entry for entry in logprobs_of if entry is not None),

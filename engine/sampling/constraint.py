@@ -1,4 +1,4 @@
-"""What a request may say about the form of its text, and what the engine knows of the one who watches over it.
+"""What a request may say about the form of its text, and what the engine asks of whoever watches over it.
 
 Here are words only; the library behind them is met in `constraint_grammar` and `constraint_matcher`.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from headrace.engine.errors import InvalidRequest
+from headrace.engine.errors import ConstraintFailed, InvalidRequest
 
 MAX_CONSTRAINT_BYTES = 256 * 1024
 """Longest schema, grammar or expression, and most of all choices together, bytes of UTF-8."""
@@ -119,6 +119,48 @@ class ConstraintMatcher(Protocol):
     def fork(self) -> ConstraintMatcher:
         """Another one for another continuation of the same text; neither knows of the other."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowMask:
+    """What a constraint lets be drawn.
+
+    Args:
+        bits: as in `AllowedTokens`, end ids included.
+        must_end: whether an end id has to be drawn, whatever else would rather put it off.
+        failure: why nothing may be drawn; None when something may.
+    """
+
+    bits: bytes
+    must_end: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowConstraint:
+    """A constraint on the next token of one sequence.
+
+    Args:
+        output_token_ids: what the sequence has made so far: kept tokens only.
+        end_token_ids: what ends it. None of them is drawn while the text is incomplete, not even one that
+            could stand in it: so what ends by an id is always complete.
+    """
+
+    matcher: ConstraintMatcher
+    output_token_ids: tuple[int, ...]
+    end_token_ids: frozenset[int]
+
+    def mask(self) -> RowMask:
+        """What may be drawn. To be called in the runner's thread; every call gives the same."""
+        try:
+            allowed = self.matcher.allowed(self.output_token_ids)
+        except ConstraintFailed as error:
+            return RowMask(b"", failure=str(error))
+        bits = bytearray(allowed.bits)
+        for token_id in self.end_token_ids:
+            bit = 1 << token_id % 8
+            bits[token_id // 8] = bits[token_id // 8] & ~bit | bit * allowed.may_end
+        return RowMask(bytes(bits), must_end=allowed.is_over)
 
 
 class CompiledConstraint(Protocol):

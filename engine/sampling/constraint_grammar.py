@@ -11,10 +11,18 @@ keywords of JSON Schema that it does not enforce instead of passing over them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
+from llguidance import (
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    TokenizerWrapper,
+    grammar_from,
+    regex_to_lark,
+)
 
 from headrace.engine.sampling.constraint import Constraint, ConstraintKind
 
@@ -23,6 +31,10 @@ MAX_JSON_DEPTH = 100
 
 _MAX_MESSAGE_LEN = 300
 _NUM_TRIAL_TOKENS = 16
+
+_QUOTED = re.compile(r"\s*(\d+ \||\^)")
+_PLACE = re.compile(r"(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+_IN_REGEX = "(in regex): "
 
 # What one matcher may spend: worst masks of hostile grammars took 4 ms, against a second at the library's
 # own bounds; the 10,000 or more steps of the schemas tried needed less than a tenth of any of these.
@@ -62,7 +74,6 @@ class TokenTable:
         tokens: bytes of every id; none for an id that never stands in a constrained text.
     """
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -81,7 +92,7 @@ def make_vocabulary(tokens: Sequence[bytes]) -> LLTokenizer:
     Args:
         tokens: see `TokenTable`.
     """
-    return LLTokenizer(TokenTable(tokens), n_vocab=len(tokens) + 1)
+    return LLTokenizer(TokenizerWrapper(TokenTable(tokens)), n_vocab=len(tokens) + 1)
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -192,5 +203,8 @@ def _told(message: str) -> str:
     """The library's message, as short as a status should be."""
     if message.startswith("panic"):
         return "the grammar compiler can't make sense of it"
-    line = " ".join(message.replace("<non-verbose/>", "").split())
+    # It quotes the grammar, numbered, with more in it than its author has written.
+    lines = [line for line in message.splitlines() if not _QUOTED.match(line)]
+    line = " ".join(" ".join(lines).replace("<non-verbose/>", "").split())
+    line = _PLACE.sub("", line.rpartition(_IN_REGEX)[2]).rpartition("error: ")[2]
     return line if len(line) <= _MAX_MESSAGE_LEN else f"{line[:_MAX_MESSAGE_LEN]}…"

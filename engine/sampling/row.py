@@ -17,6 +17,8 @@ class SampledRow:
         num_prompt_tokens: how many of the known tokens the caller gave.
         known_token_ids: all tokens up to the chosen one; may be empty unless `params.needs_history`.
         suppressed_token_ids: not to be chosen this time, whatever `params` says.
+        allowed_bits: when given, only ids whose bit is set may be chosen: bit i % 8, from the lowest, of byte
+            i // 8. No bytes at all forbid every token.
     """
 
     params: SamplingParams
@@ -25,6 +27,7 @@ class SampledRow:
     num_prompt_tokens: int = 0
     known_token_ids: tuple[int, ...] = ()
     suppressed_token_ids: frozenset[int] = frozenset()
+    allowed_bits: bytes | None = None
 
     @property
     def is_adjusted(self) -> bool:
@@ -32,6 +35,7 @@ class SampledRow:
         params = self.params
         return bool(
             self.suppressed_token_ids
+            or self.allowed_bits is not None
             or params.banned_token_ids
             or params.bad_words
             or params.logit_bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.engine.outputs import TokenLogprobs
+from headrace.engine.sampling.constraint import RowConstraint
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import SequenceId
 
@@ -27,6 +28,7 @@ class ScheduledSequence:
         suppressed_token_ids: not to be drawn this time, whatever `sampling` says.
         num_logprobs: tell the drawn token's log-probability and those of so many likeliest; None tells none.
         num_prompt_logprobs: the same for each prompt token that follows one computed in this step.
+        constraint: what says which tokens may be drawn; None when all may.
     """
 
     sequence_id: SequenceId
@@ -42,6 +44,7 @@ class ScheduledSequence:
     suppressed_token_ids: frozenset[int] = frozenset()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    constraint: RowConstraint | None = None
 
     @property
     def end_position(self) -> int:

@@ -210,6 +210,7 @@ class Scheduler:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
             request, first = sequence.request, sequence.num_computed_tokens
+            is_sampled = first + num_tokens == len(sequence.token_ids)
             needs_history = request.sampling.needs_history or sequence.num_prompt_logprobs is not None
             rows.append(
                 ScheduledSequence(
@@ -218,7 +219,7 @@ class Scheduler:
                     token_ids=tuple(sequence.token_ids[first : first + num_tokens]),
                     num_draft_tokens=0,
                     block_ids=self._kv.block_ids(sequence.sequence_id),
-                    is_sampled=first + num_tokens == len(sequence.token_ids),
+                    is_sampled=is_sampled,
                     sampling=request.sampling,
                     index=sequence.index,
                     num_prompt_tokens=sequence.num_prompt_tokens,
@@ -226,6 +227,7 @@ class Scheduler:
                     suppressed_token_ids=sequence.suppressed_token_ids,
                     num_logprobs=sequence.num_logprobs,
                     num_prompt_logprobs=sequence.num_prompt_logprobs,
+                    constraint=sequence.row_constraint if is_sampled else None,
                 )
             )
         return rows

@@ -1,0 +1,69 @@
+"""Constraints made ready off the event loop, one after the other, before their requests are queued."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.engine.errors import Overloaded
+from headrace.engine.runner.protocol import LoadedModel
+from headrace.engine.sampling.constraint import (
+    INSTALL_HINT,
+    CompiledConstraint,
+    Constraint,
+    ConstraintCompiler,
+)
+
+_MAX_PENDING = 64
+_RETRY_AFTER_S = 1.0
+
+
+class ConstraintDesk:
+    """Where requests with constraints come by first.
+
+    Args:
+        model: what the constraints are for.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._compiler: ConstraintCompiler | None = None
+        self._num_pending = 0
+        # One thread: what is compiled twice at once would be compiled twice.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-constraint")
+
+    async def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """See `AsyncEngine.compile_constraint`."""
+        compiled = None if self._compiler is None else self._compiler.cached(constraint)
+        if compiled is not None:
+            return compiled
+        if self._num_pending >= _MAX_PENDING:
+            message = (
+                f"{self._num_pending} constraints are waiting to be compiled, this server lets no more wait"
+            )
+            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+        self._num_pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self._compile, constraint)
+        finally:
+            self._num_pending -= 1
+
+    def close(self) -> None:
+        """Break off what is being compiled."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _compile(self, constraint: Constraint) -> CompiledConstraint:
+        if self._compiler is None:
+            try:
+                # Not everybody who serves a model has it.
+                from headrace.engine.sampling.constraint_compiler import GrammarCompiler  # noqa: PLC0415
+            except ModuleNotFoundError as error:
+                if error.name != "llguidance":
+                    raise
+                reason = f"is not installed on this server, which needs: {INSTALL_HINT}"
+                raise constraint.refused(reason) from error
+            info = self._model.info
+            self._compiler = GrammarCompiler(self._model.tokenizer, info.vocab_size, info.eos_token_ids)
+        return self._compiler.compile(constraint)
