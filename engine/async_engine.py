@@ -20,7 +20,6 @@ from headrace.engine.errors import Draining, EngineDead
 from headrace.engine.outputs import FailureEvent, Load
 from headrace.engine.runner.fault_barrier import FaultBarrier
 from headrace.engine.runner.protocol import LoadedModel
-from headrace.engine.sampling.constraint import CompiledConstraint, Constraint
 from headrace.engine.sequence import Request, RequestId
 from headrace.engine.streams import StepWatch, TokenStream
 from headrace.engine.tokenizer import Tokenizer
@@ -76,6 +75,11 @@ class AsyncEngine:
         return self._model.tokenizer
 
     @property
+    def constraints(self) -> ConstraintDesk:
+        """Where constraints are made ready for requests."""
+        return self._constraints
+
+    @property
     def batching(self) -> BatchingPolicy:
         """When waiting requests join the batch."""
         return self._config.scheduler.batching
@@ -113,16 +117,6 @@ class AsyncEngine:
     def max_tokens_for(self, request: Request) -> int:
         """The cap that applies to a request: its own, or what context and KV pool leave to its prompt."""
         return max_tokens_for(request, self.info, self.layout)
-
-    async def compile_constraint(self, constraint: Constraint) -> CompiledConstraint:
-        """Make the form of a text ready for `Request.constraint`: off the event loop, in bounded time.
-
-        Raises:
-            InvalidRequest: it is faulty, not supported, or takes too much; or this server can't follow any.
-            Overloaded: too many wait for the same.
-            RequestFailed: the compiler was ended from outside; the next call starts another.
-        """
-        return await self._constraints.compile(constraint)
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request.

@@ -33,7 +33,13 @@ class ConstraintDesk:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-constraint")
 
     async def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """See `AsyncEngine.compile_constraint`."""
+        """Make the form of a text ready for `Request.constraint`: off the event loop, in bounded time.
+
+        Raises:
+            InvalidRequest: it is faulty, not supported, or takes too much; or this server can't follow any.
+            Overloaded: too many wait for the same.
+            RequestFailed: the compiler was ended from outside; the next call starts another.
+        """
         compiled = None if self._compiler is None else self._compiler.cached(constraint)
         if compiled is not None:
             return compiled

@@ -79,7 +79,7 @@ class Request:
         isolation_key: KV of equal beginnings is shared only between requests of equal keys.
         uses_prefix_cache: whether it takes KV from the prefix cache and leaves its own there.
         deadline_s: moment past which nobody waits for the answer any more.
-        constraint: the form of the text, made ready by `AsyncEngine.compile_constraint`. An end id is drawn
+        constraint: the form of the text, made ready by `AsyncEngine.constraints`. An end id is drawn
             where the text is complete, and there alone: where it is complete and nothing can follow, it ends,
             `min_tokens` or not. A stop string ends it wherever it comes.
     """
