@@ -8,9 +8,10 @@ import pty
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+_PATIENCE_S = 5.0
 HEADRACE = (sys.executable, "-m", "headrace.clients.cli")
 
 # Makes its standard input the terminal of its session, so that ^C typed there is SIGINT.
@@ -68,6 +69,17 @@ class Terminal:
             self._changed.clear()
             await self._changed.wait()
         self.seen = self.seen.partition(text)[2]
+
+    async def press_until(self, key: str, text: str) -> None:
+        """Press a key, again every few seconds, until `text` is seen.
+
+        A Ctrl-C that falls between two looks of readline's at its signals is seen with the next one.
+        """
+        while text not in self.seen:
+            self.type(key)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.until(text), _PATIENCE_S)
+                return
 
     def close(self) -> None:
         """Switch it off."""
