@@ -5,122 +5,91 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import sample
-from headrace.engine.sampling.truncation import token_weights
+from tests.support.slow_sampling import probabilities
 
 LOGITS = (1.0, 3.0, -2.0, 2.5, 0.0, 3.0, -math.inf, 1.5)
 """Two likeliest tokens at a tie, one impossible token."""
 
 
 def sample_one(logits: Sequence[float] | Tensor, position: int = 0, **controls: Any) -> int:
-    rows = [SampledRow(SamplingParams(**controls), 0, position)]
-    return int(sample(torch.as_tensor(logits).float()[None], rows).token_ids[0])
+    return int(sample(torch.as_tensor(logits).float()[None], [row_at(position, **controls)]).token_ids[0])
 
 
-def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """The definition, in plain floats."""
-    scaled = [x / params.temperature for x in logits]
-    weights = [math.exp(x - max(scaled)) for x in scaled]
-    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
-    if params.top_k:
-        order = order[: params.top_k]
-    if params.top_p < 1.0:
-        total, mass, kept = sum(weights[i] for i in order), 0.0, []
-        for i in order:
-            kept.append(i)
-            mass += weights[i]
-            if mass >= params.top_p * total:
-                break
-        order = kept
-    order = [i for i in order if weights[i] >= params.min_p * max(weights)]
-    total = sum(weights[i] for i in order)
-    return [weights[i] / total if i in order else 0.0 for i in range(len(weights))]
+def row_at(position: int, **controls: Any) -> SampledRow:
+    """A row whose prompt is 1, 3 and whose output so far is 3, 5, 5, 0."""
+    suppressed = controls.pop("suppressed", frozenset())
+    return SampledRow(SamplingParams(**controls), 0, position, 2, (1, 3, 3, 5, 5, 0), suppressed)
 
 
-def assert_drawn_as(logits: Sequence[float], params: SamplingParams, num_draws: int = 8_000) -> None:
+def assert_drawn_as(
+    controls: dict[str, Any], logits: Sequence[float] = LOGITS, num_draws: int = 4_000
+) -> None:
     """Chi-square of many draws, at one position each, against the exact probabilities."""
-    rows = [SampledRow(params, 0, position) for position in range(num_draws)]
-    drawn = sample(torch.tensor(logits).expand(num_draws, -1), rows)
+    rows = [row_at(position, **controls) for position in range(num_draws)]
+    drawn = sample(torch.tensor(LOGITS).expand(num_draws, -1), rows)
     assert bool(drawn.is_healthy.all())
+    assert bool(drawn.has_choice.all())
     counts = Counter(drawn.token_ids.tolist())
-    probabilities = exact_probabilities(logits, params)
-    possible = {i for i, p in enumerate(probabilities) if p > 0.0}
+    exact = probabilities(LOGITS, rows[0])
+    possible = {i for i, p in enumerate(exact) if p > 0.0}
     assert set(counts) <= possible
-    chi_square = sum(
-        (counts[i] - num_draws * probabilities[i]) ** 2 / (num_draws * probabilities[i]) for i in possible
-    )
+    chi_square = sum((counts[i] - num_draws * exact[i]) ** 2 / (num_draws * exact[i]) for i in possible)
     freedom = max(len(possible) - 1, 1)
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
 CONTROLS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.7},
-    "hot": {"temperature": 3.0},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.75},
+    "temperature": {"temperature": 1.6},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.85},
+    "typical_p": {"typical_p": 0.7},
     "min_p": {"min_p": 0.3},
-    "temperature+top_k": {"temperature": 1.6, "top_k": 4},
-    "temperature+top_p": {"temperature": 1.6, "top_p": 0.6},
-    "temperature+min_p": {"temperature": 1.6, "min_p": 0.4},
-    "top_k+top_p": {"top_k": 4, "top_p": 0.8},
-    "top_k+min_p": {"top_k": 4, "min_p": 0.5},
-    "top_p+min_p": {"top_p": 0.9, "min_p": 0.5},
-    "all": {"temperature": 1.3, "top_k": 5, "top_p": 0.93, "min_p": 0.15},
+    "frequency_penalty": {"frequency_penalty": 0.7},
+    "presence_penalty": {"presence_penalty": 1.2},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "logit_bias": {"logit_bias": ((0, 1.5), (2, 4.0), (6, 50.0))},
+    "allowed": {"allowed_token_ids": frozenset({0, 2, 3, 5, 7})},
+    "banned": {"banned_token_ids": frozenset({5})},
+    "bad_words": {"bad_words": ((5, 0, 1), (7,), (3, 3))},
+    "suppressed": {"suppressed": frozenset({3, 4})},
+}
+PAIRS = {f"{a}+{b}": {**CONTROLS[a], **CONTROLS[b]} for a, b in combinations(CONTROLS, 2)}
+MORE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "cold": {"temperature": 0.7},
+    "hot": {"temperature": 30.0},
+    "rewards": {"frequency_penalty": -1.0, "presence_penalty": -0.5, "repetition_penalty": 0.8},
+    "all": {name: value for control in CONTROLS.values() for name, value in control.items()},
 }
 
 
-@pytest.mark.parametrize("controls", CONTROLS.values(), ids=CONTROLS)
+@pytest.mark.parametrize("controls", [*CONTROLS.values(), *MORE.values()], ids=[*CONTROLS, *MORE])
 def test_tokens_are_drawn_as_often_as_they_are_likely(controls: dict[str, Any]) -> None:
-    assert_drawn_as(LOGITS, SamplingParams(seed=11, **controls))
+    assert_drawn_as({"seed": 11, **controls}, num_draws=8_000)
 
 
-def test_without_controls_the_model_s_own_probabilities_are_drawn() -> None:
-    assert_drawn_as(LOGITS, SamplingParams(seed=12))
+@pytest.mark.parametrize("controls", PAIRS.values(), ids=PAIRS)
+def test_tokens_are_drawn_as_often_as_two_controls_together_say(controls: dict[str, Any]) -> None:
+    assert_drawn_as({"seed": 12, **controls})
 
 
-def test_the_order_is_temperature_then_top_k_then_top_p() -> None:
-    """Top-p after top-k counts its mass among the k that are left, and temperature changes both."""
-    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+@pytest.mark.parametrize("controls", [*CONTROLS.values(), *MORE.values()], ids=[*CONTROLS, *MORE])
+def test_greedy_takes_the_likeliest_after_masks_penalties_and_bias(controls: dict[str, Any]) -> None:
+    row = row_at(6, **{**controls, "temperature": 0.0})
 
-    assert_kept(logits, [0, 1, 2], temperature=1.0, top_p=0.8)
-    assert_kept(logits, [0, 1], temperature=1.0, top_k=2, top_p=0.8)
-    assert_kept(logits, [0], temperature=1.0, top_k=2, top_p=0.57)
-    assert_kept(logits, [0, 1, 2, 3], temperature=100.0, top_p=0.8)
+    chosen = sample(torch.tensor([LOGITS]), [row]).token_ids.tolist()
 
-
-def assert_kept(logits: Sequence[float], token_ids: list[int], **controls: Any) -> None:
-    x = torch.tensor([logits])
-    weights = token_weights(x, x.amax(dim=1), [SamplingParams(**controls)])
-    assert torch.nonzero(weights[0]).flatten().tolist() == token_ids
-
-
-@given(
-    logits=st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0, -3.0, 0.5]), min_size=1, max_size=12),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    top_k=st.integers(2, 14),
-    top_p=st.sampled_from([0.01, 0.37, 0.83, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 0.61, 1.0]),
-)
-def test_weights_are_the_exact_probabilities(
-    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    x = torch.tensor([logits])
-
-    weights = token_weights(x, x.amax(dim=1), [params]).double()[0]
-
-    expected = torch.tensor(exact_probabilities(logits, params), dtype=torch.float64)
-    torch.testing.assert_close(weights / weights.sum(), expected, rtol=1e-5, atol=1e-7)
+    assert chosen == [probabilities(LOGITS, row).index(1.0)]
 
 
 @pytest.mark.parametrize(
@@ -144,31 +113,6 @@ def test_greedy_takes_the_lowest_id_wherever_the_tie_is(vocab_size: int) -> None
     assert sample_one(logits, temperature=0.0) == vocab_size // 2
 
 
-def test_ties_at_the_border_keep_the_lowest_ids() -> None:
-    flat = [1.0] * 10
-
-    assert_kept(flat, [0, 1, 2, 3], top_k=4)
-    assert_kept(flat, [0, 1, 2, 3, 4], top_p=0.5)
-    assert_kept([0.0, 1.0, 1.0, 5.0, 1.0], [1, 2, 3], top_k=3)
-
-
-@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.9999])
-@pytest.mark.parametrize("top_k", [0, 700, 5000])
-def test_a_flat_vocabulary_is_sorted_as_far_as_it_must_be(top_p: float, top_k: int) -> None:
-    """Neither control is satisfied by the few likeliest tokens that are looked at first."""
-    vocab_size = 5003
-    logits = torch.linspace(0.0, 0.1, vocab_size)
-
-    x = logits[None]
-    kept = int(
-        token_weights(x, x.amax(dim=1), [SamplingParams(top_k=top_k, top_p=top_p)]).count_nonzero().item()
-    )
-
-    ordered = torch.softmax(logits.double(), 0).flip(0)[: top_k or vocab_size]
-    expected = int((ordered.cumsum(0) < top_p * ordered.sum()).sum()) + 1
-    assert abs(kept - expected) <= 1
-
-
 EDGES: list[dict[str, Any]] = [
     {"top_k": 0},
     {"top_k": 2**31},
@@ -184,13 +128,28 @@ EDGES: list[dict[str, Any]] = [
     {"temperature": 100.0, "top_k": 2, "top_p": 1e-12, "min_p": 1.0},
     {"seed": 0},
     {"seed": 2**64 - 1},
+    {"typical_p": 1.0},
+    {"typical_p": 1e-12},
+    {"temperature": 1e-5, "typical_p": 0.5, "top_p": 0.5, "min_p": 0.5},
+    {"repetition_penalty": 1e-30},
+    {"repetition_penalty": 10.0, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+    {"logit_bias": tuple((i, 100.0) for i in range(len(LOGITS)))},
+    {"logit_bias": tuple((i, -100.0) for i in range(len(LOGITS)))},
+    {"allowed_token_ids": frozenset({4})},
+    {"banned_token_ids": frozenset({1, 5})},
 ]
 
 
 @pytest.mark.parametrize("controls", EDGES, ids=str)
-def test_edge_values_draw_possible_tokens(controls: dict[str, Any]) -> None:
-    for position in range(50):
-        assert LOGITS[sample_one(LOGITS, position, **controls)] > -math.inf
+def test_edge_values_draw_possible_tokens_alone_and_all_in_one_batch(controls: dict[str, Any]) -> None:
+    alone = [sample_one(LOGITS, position, **controls) for position in range(50)]
+
+    assert all(LOGITS[token_id] > -math.inf for token_id in alone)
+    for position in (0, 49):
+        rows = [row_at(position, **edge) for edge in (*EDGES, controls)]
+        together = sample(torch.tensor(LOGITS).expand(len(rows), -1), rows)
+        assert bool(together.has_choice.all())
+        assert together.token_ids[-1] == alone[position]
 
 
 @pytest.mark.parametrize("controls", [{"top_p": 1e-12}, {"temperature": 1e-5}, {"min_p": 1.0}], ids=str)
@@ -209,9 +168,16 @@ def test_the_loosest_controls_change_nothing() -> None:
 def test_a_row_is_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
     """Tokens and health, whatever its place and its neighbours, a neighbour of NaN among them."""
     generator = torch.Generator().manual_seed(4)
-    controls: list[dict[str, Any]] = [*EDGES, *CONTROLS.values(), {"top_p": 0.99, "temperature": 50.0}]
+    controls: list[dict[str, Any]] = [
+        *EDGES,
+        *CONTROLS.values(),
+        *PAIRS.values(),
+        *MORE.values(),
+        {"top_p": 0.99, "temperature": 50.0},
+        {"typical_p": 0.99, "temperature": 50.0},
+    ]
     logits = torch.randn(len(controls), vocab_size, generator=generator) * 3
-    rows = [SampledRow(SamplingParams(**c), i % 3, 100 + i) for i, c in enumerate(controls)]
+    rows = [row_at(100 + i, **control) for i, control in enumerate(controls)]
     alone = [int(sample(logits[i : i + 1], rows[i : i + 1]).token_ids[0]) for i in range(len(rows))]
 
     assert sample(logits, rows).token_ids.tolist() == alone
@@ -261,10 +227,39 @@ def test_draws_differ_by_seed_index_and_position() -> None:
     assert [draw(*key) for key in keys] == [draw(*key) for key in keys]
 
 
-def test_logits_are_left_as_they_were() -> None:
+@pytest.mark.parametrize("others", [{}, {"temperature": 0.0}, {"top_p": 0.5, "typical_p": 0.5}])
+@pytest.mark.parametrize(
+    "forbidding",
+    [
+        {"allowed_token_ids": frozenset({3}), "bad_words": ((3,),)},
+        {"allowed_token_ids": frozenset({3}), "suppressed": frozenset({3})},
+        {"allowed_token_ids": frozenset({3, 5}), "bad_words": ((0, 3), (5, 0, 5))},
+        {"allowed_token_ids": frozenset({6})},
+        {"banned_token_ids": frozenset(range(7)), "suppressed": frozenset({7})},
+    ],
+    ids=str,
+)
+def test_a_row_whose_own_masks_leave_nothing_is_told_from_a_sick_one(
+    forbidding: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """Token 6 is one that the model itself makes impossible."""
+    rows = [row_at(0, **others), row_at(1, **others, **forbidding), row_at(2, **others), row_at(3, **others)]
+    sick = [math.nan, *LOGITS[1:]]
+
+    result = sample(torch.tensor([LOGITS, LOGITS, sick, LOGITS]), rows)
+
+    assert result.is_healthy.tolist() == [True, True, False, True]
+    assert result.has_choice.tolist() == [True, False, False, True]
+    assert result.token_ids[0] == sample_one(LOGITS, 0, **others)
+    assert result.token_ids[3] == sample_one(LOGITS, 3, **others)
+    assert bool((result.token_ids < len(LOGITS)).all())
+
+
+@pytest.mark.parametrize("controls", [*CONTROLS.values(), *MORE.values()], ids=[*CONTROLS, *MORE])
+def test_logits_are_left_as_they_were(controls: dict[str, Any]) -> None:
     logits = torch.tensor([LOGITS, LOGITS])
     before = logits.clone()
 
-    sample(logits, [SampledRow(SamplingParams(top_k=2, top_p=0.4, min_p=0.1), 0, i) for i in range(2)])
-
-    assert torch.equal(logits, before)
+    for neighbour in ({}, controls):
+        sample(logits, [row_at(0, **controls), row_at(1, **neighbour)])
+        assert torch.equal(logits, before)
