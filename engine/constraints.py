@@ -29,6 +29,7 @@ class ConstraintDesk:
         self._model = model
         self._compiler: ConstraintCompiler | None = None
         self._num_pending = 0
+        self._is_closed = False
         # One thread: what is compiled twice at once would be compiled twice.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-constraint")
 
@@ -55,7 +56,8 @@ class ConstraintDesk:
             self._num_pending -= 1
 
     def close(self) -> None:
-        """Break off what is being compiled."""
+        """Break off what is being compiled; nothing is compiled any more."""
+        self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:
             self._compiler.close()
@@ -72,4 +74,6 @@ class ConstraintDesk:
                 raise constraint.refused(reason) from error
             info = self._model.info
             self._compiler = GrammarCompiler(self._model.tokenizer, info.vocab_size, info.eos_token_ids)
+            if self._is_closed:
+                self._compiler.close()
         return self._compiler.compile(constraint)

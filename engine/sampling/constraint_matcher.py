@@ -73,18 +73,16 @@ class GrammarMatcher:
 
     def allowed(self, output_token_ids: tuple[int, ...]) -> AllowedTokens:
         """See `ConstraintMatcher.allowed`."""
-        try:
-            return self._next(self._at(output_token_ids))
-        except _ExhaustedError:
-            self._compiled.renew(self._edition)
-            self._matcher = None
-        try:
-            return self._next(self._at(output_token_ids))
-        except _ExhaustedError as error:
-            self._matcher = None
-            raise ConstraintFailed(
-                f"the constraint is too complex to be followed further: {error}"
-            ) from error
+        failure = ""
+        # The first failure may be the doing of others that share the table, the second is our own.
+        for _ in range(2):
+            try:
+                return self._next(self._at(output_token_ids))
+            except _ExhaustedError as error:
+                failure = str(error)
+                self._compiled.renew(self._edition)
+                self._matcher = None
+        raise ConstraintFailed(f"the constraint can't be followed any further: {failure}")
 
     def allowed_along(
         self, output_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]
@@ -117,15 +115,21 @@ class GrammarMatcher:
         if num_surplus and not self._matcher.rollback(num_surplus):
             raise _ExhaustedError(self._matcher.get_error())
         self._taken = token_ids[:num_common]
-        new = token_ids[num_common:]
-        if new:
-            num_taken = self._matcher.try_consume_tokens(list(new))
-            if self._matcher.is_error():
-                raise _ExhaustedError(self._matcher.get_error())
-            self._taken = token_ids[: num_common + num_taken]
-            if num_taken < len(new):
-                raise ConstraintFailed(f"token {new[num_taken]} does not fit the constraint where it stands")
+        self._take(self._matcher, token_ids[num_common:])
         return self._matcher
+
+    def _take(self, matcher: LLMatcher, token_ids: tuple[int, ...]) -> None:
+        rest, is_fresh = list(token_ids), False
+        while rest:
+            num_taken = matcher.try_consume_tokens(rest)
+            if matcher.is_error() or (num_taken == 0 and is_fresh):
+                raise _ExhaustedError(matcher.get_error() or f"token {rest[0]} does not fit where it stands")
+            self._taken += tuple(rest[:num_taken])
+            rest = rest[num_taken:]
+            is_fresh = num_taken == 0
+            if is_fresh:
+                # What may be spent on a step is granted anew with every mask.
+                matcher.compute_bitmask()
 
     def _next(self, matcher: LLMatcher) -> AllowedTokens:
         bits = matcher.compute_bitmask()

@@ -1,0 +1,167 @@
+"""Masks against the language itself; what a matcher remembers changes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engine.errors import ConstraintFailed
+from headrace.engine.sampling.constraint import AllowedTokens, Constraint, ConstraintKind
+from headrace.engine.sampling.constraint_grammar import grammar_of, make_vocabulary
+from headrace.engine.sampling.constraint_matcher import CompiledGrammar, GrammarMatcher
+from tests.support.languages import LANGUAGES, VOCABULARIES, Language
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+def compiled(kind: ConstraintKind, text: str, tokens: list[bytes] = BYTES) -> CompiledGrammar:
+    constraint = Constraint(kind, text)
+    return CompiledGrammar(constraint, make_vocabulary(tokens), grammar_of(constraint))
+
+
+def regex(text: str, tokens: list[bytes] = BYTES) -> CompiledGrammar:
+    return compiled(ConstraintKind.REGEX, text, tokens)
+
+
+def ids_in(allowed: AllowedTokens) -> set[int]:
+    return {i for i in range(8 * len(allowed.bits)) if allowed.bits[i // 8] >> i % 8 & 1}
+
+
+def assert_like(allowed: AllowedTokens, language: Language, tokens: list[bytes], written: bytes) -> None:
+    expected = language.allowed(tokens, written)
+    assert ids_in(allowed) == expected
+    assert allowed.may_end == (written in language.texts)
+    assert allowed.is_over == (allowed.may_end and not expected)
+    assert len(allowed.bits) == -(-len(tokens) // 8)
+
+
+@given(LANGUAGES, VOCABULARIES, st.randoms(use_true_random=False))
+def test_every_mask_on_the_way_is_the_languages_own(
+    language: Language, tokens: list[bytes], chooser: random.Random
+) -> None:
+    matcher = regex(language.regex, tokens).start()
+    output: tuple[int, ...] = ()
+    while True:
+        written = b"".join(tokens[i] for i in output)
+        allowed = matcher.allowed(output)
+        assert_like(allowed, language, tokens, written)
+        choices = sorted(ids_in(allowed))
+        if not choices:
+            assert written in language.texts
+            return
+        output += (chooser.choice(choices),)
+
+
+@given(LANGUAGES, VOCABULARIES, st.lists(st.randoms(use_true_random=False), min_size=2, max_size=6))
+def test_the_order_of_questions_changes_no_answer(
+    language: Language, tokens: list[bytes], choosers: list[random.Random]
+) -> None:
+    grammar = regex(language.regex, tokens)
+    matcher = grammar.start()
+    for chooser in choosers:
+        # Any text that may stand, whatever was asked before: shorter, longer, other.
+        output: tuple[int, ...] = ()
+        while (choices := sorted(ids_in(grammar.start().allowed(output)))) and chooser.random() < 0.8:
+            output += (chooser.choice(choices),)
+        expected = grammar.start().allowed(output)
+        assert matcher.allowed(output) == expected
+        assert matcher.allowed(output) == expected
+
+
+@given(LANGUAGES, VOCABULARIES, st.lists(st.integers(0, 3), max_size=5))
+def test_drafts_are_looked_along_and_leave_no_trace(
+    language: Language, tokens: list[bytes], drafts: list[int]
+) -> None:
+    matcher = regex(language.regex, tokens).start()
+    along = matcher.allowed_along((), tuple(drafts))
+    assert len(along) == len(drafts) + 1
+    is_possible = True
+    for num_drafts, allowed in enumerate(along):
+        written = b"".join(tokens[i] for i in drafts[:num_drafts])
+        is_possible = is_possible and any(text.startswith(written) for text in language.texts)
+        assert (allowed is not None) == is_possible
+        if allowed is not None:
+            assert_like(allowed, language, tokens, written)
+    assert_like(matcher.allowed(()), language, tokens, b"")
+
+
+def test_forks_go_their_own_ways() -> None:
+    matcher = regex("a(bc|cb)").start()
+    matcher.allowed(tuple(b"a"))
+    fork = matcher.fork()
+    assert ids_in(matcher.allowed(tuple(b"ab"))) == {ord("c")}
+    assert ids_in(fork.allowed(tuple(b"ac"))) == {ord("b")}
+    assert ids_in(matcher.allowed(tuple(b"abc"))) == set()
+    assert ids_in(fork.allowed(tuple(b"a"))) == {ord("b"), ord("c")}
+
+
+def test_a_text_that_can_go_on_may_also_end() -> None:
+    allowed = regex("ab*").start().allowed(tuple(b"ab"))
+    assert (allowed.may_end, allowed.is_over, ids_in(allowed)) == (True, False, {ord("b")})
+
+
+def test_a_token_that_does_not_fit_fails_the_request_and_no_other() -> None:
+    grammar = regex("ab")
+    matcher = grammar.start()
+    with pytest.raises(ConstraintFailed, match="98 does not fit"):
+        matcher.allowed(tuple(b"b"))
+    assert ids_in(matcher.allowed(tuple(b"a"))) == {ord("b")}
+    assert ids_in(grammar.start().allowed(())) == {ord("a")}
+
+
+def test_a_grammar_of_nested_brackets_is_followed_to_its_end() -> None:
+    matcher = compiled(ConstraintKind.GRAMMAR, 'root ::= "(" root ")" | "x"\n').start()
+    assert ids_in(matcher.allowed(tuple(b"((("))) == {ord("("), ord("x")}
+    assert ids_in(matcher.allowed(tuple(b"(((x)"))) == {ord(")")}
+    assert matcher.allowed(tuple(b"(((x)))")).is_over
+
+
+def test_json_is_written_with_one_space_behind_comma_and_colon() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"enum": ["ü", "x"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    grammar = compiled(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    language = Language("", frozenset({b'{"a": 1, "b": "\xc3\xbc"}', b'{"a": 1, "b": "x"}'}))
+    for text in language.texts:
+        for length in range(len(text) + 1):
+            assert_like(grammar.start().allowed(tuple(text[:length])), language, BYTES, text[:length])
+
+
+@pytest.mark.parametrize("choices", [("yes", "no"), ("yes", "yes please"), ("東京", "🌊"), ('"', "\\", "\n")])
+def test_a_choice_is_one_of_its_options_to_the_byte(choices: tuple[str, ...]) -> None:
+    constraint = Constraint(ConstraintKind.CHOICE, choices=choices)
+    grammar = CompiledGrammar(constraint, make_vocabulary(BYTES), grammar_of(constraint))
+    language = Language("", frozenset(option.encode() for option in choices))
+    for text in language.texts:
+        for length in range(len(text) + 1):
+            assert_like(grammar.start().allowed(tuple(text[:length])), language, BYTES, text[:length])
+
+
+def write_at_random(matcher: GrammarMatcher, chooser: random.Random, num_tokens: int) -> None:
+    output: tuple[int, ...] = ()
+    for _ in range(num_tokens):
+        matcher.allowed(output)
+        output += (chooser.randrange(10),)
+
+
+def test_who_exhausts_the_common_table_fails_alone() -> None:
+    chooser = random.Random(1)
+    # What may follow depends on the last ninety letters: nearly every token leads to states never seen.
+    tokens = [b"a", b"b", *(bytes(chooser.choice(b"ab") for _ in range(60)) for _ in range(8))]
+    grammar = regex("[ab]*a[ab]{90}", tokens)
+    others = [(grammar.start(), tuple(chooser.randrange(10) for _ in range(20))) for _ in range(3)]
+    before = [matcher.allowed(output) for matcher, output in others]
+    with pytest.raises(ConstraintFailed, match="can't be followed any further"):
+        write_at_random(grammar.start(), chooser, num_tokens=3000)
+    assert [matcher.allowed(output) for matcher, output in others] == before
+    for matcher, output in others:
+        longer = (*output, 3, 4, 5, 6, 7, 8)
+        assert matcher.allowed(longer) == regex("[ab]*a[ab]{90}", tokens).start().allowed(longer)
+    assert grammar.start().allowed(others[0][1]) == before[0]
