@@ -69,6 +69,26 @@ class JsonFields:
             raise self.error(f"{key} is {value!r}: it must be a number")
         return float(value)
 
+    def optional_integer(self, key: str, default: int | None) -> int | None:
+        """A whole number, None where the field is written as null, the default where it is left out."""
+        return (
+            self.integer(key)
+            if self._fields.get(key) is not None
+            else None
+            if key in self._fields
+            else default
+        )
+
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        """A finite number, None where the field is written as null, the default where it is left out."""
+        return (
+            self.number(key)
+            if self._fields.get(key) is not None
+            else None
+            if key in self._fields
+            else default
+        )
+
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self._fields.get(key)
@@ -105,6 +125,16 @@ class JsonFields:
         if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
             raise self.error(f"{key} is {value!r}: it must be a whole number or a list of them")
         return tuple(entries)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers; empty where it is missing."""
+        value = self._fields.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.error(f"{key} is {value!r}: it must be a list of numbers")
+        entries = JsonFields({f"{key}[{place}]": entry for place, entry in enumerate(value)}, self._source)
+        return tuple(entries.number(f"{key}[{place}]") for place in range(len(value)))
 
     def object(self, key: str) -> JsonFields | None:
         """An object inside this one; None where it is missing."""

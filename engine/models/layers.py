@@ -116,30 +116,41 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return bool(torch.allclose(plain, expected)) and bool(torch.allclose(added, expected + residual))
 
 
-class RmsNorm:
-    """Root-mean-square norm (arXiv 1910.07467), computed in fp32 whatever the model's type is."""
+class Norm(Protocol):
+    """Normalises vectors on the last axis, in fp32 whatever the model's type is."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalise each token, or each head of it.
+
+        Args:
+            hidden: (T, K), or (T, H, K) where every head is normalised by itself.
+
+        Returns:
+            The same shape and dtype.
+        """
+        ...
+
+
+class RmsNorm:
+    """Root-mean-square norm (arXiv 1910.07467)."""
+
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         """Keep the gain.
 
         Args:
-            weight: (K,).
+            weight: (K,), or (H, K) for heads with gains of their own.
             eps: added to the mean square.
+            offset: the gain is `weight` and this.
         """
-        self._weight = weight.float()
+        self._weight = weight.float() + offset
         self._eps = eps
-        self._mean_factor = 1.0 / weight.shape[0]
+        self._mean_factor = 1.0 / weight.shape[-1]
+        # What was stored in a narrow type is a gain in that type; a sum with the offset is not.
+        self._has_narrow_gain = weight.dim() == 1 and offset == 0.0
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Normalise each token.
-
-        Args:
-            hidden: (T, K).
-
-        Returns:
-            (T, K), dtype of `hidden`.
-        """
-        if hidden.is_cuda:
+        """See `Norm`."""
+        if hidden.is_cuda and self._has_narrow_gain:
             weight = self._weight.to(hidden.dtype)
             normed: Tensor = F.rms_norm(hidden, weight.shape, weight, self._eps)
             return normed
@@ -148,6 +159,29 @@ class RmsNorm:
         scale: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale.square_().mul_(self._mean_factor).add_(self._eps).rsqrt_()
         return (wide * scale).mul_(self._weight).to(hidden.dtype)
+
+
+class LayerNorm:
+    """Mean and variance norm (arXiv 1607.06450)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        """Keep gain and bias.
+
+        Args:
+            weight: (K,), or (H, K) for heads with gains of their own.
+            bias: (K,) or None.
+            eps: added to the variance.
+        """
+        self._weight = weight.float()
+        self._bias = None if bias is None else bias.float()
+        self._eps = eps
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """See `Norm`."""
+        normed = F.layer_norm(hidden.float(), self._weight.shape[-1:], eps=self._eps).mul_(self._weight)
+        if self._bias is not None:
+            normed.add_(self._bias)
+        return normed.to(hidden.dtype)
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
@@ -161,3 +195,22 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gated_gelu(gate_up: Tensor, *, tanh: bool) -> Tensor:
+    """GEGLU's product (arXiv 2002.05202).
+
+    Args:
+        gate_up: (T, 2 * N): the gate's half, then the other.
+        tanh: whether GELU is taken by its approximation.
+
+    Returns:
+        (T, N): ``gelu(gate) * up``.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none").mul_(up)
+
+
+def soft_capped(values: Tensor, cap: float) -> Tensor:
+    """Bend values into (-cap, cap), in place: small ones hardly change (Gemma 2, arXiv 2408.00118)."""
+    return values.div_(cap).tanh_().mul_(cap)

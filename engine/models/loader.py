@@ -17,6 +17,7 @@ from headrace.engine.models.checkpoint import Checkpoint, read_config
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.generation_defaults import declared_eos_token_ids, log_sampling_defaults
 from headrace.engine.models.registry import spec_of
+from headrace.engine.models.rope import RopeKind
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.runner.protocol import LoadProgress
 
@@ -116,10 +117,13 @@ def _choose_cpu_dtype(wanted: str) -> torch.dtype:
 
 def _choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:
     if wanted is None:
-        return spec.max_position_embeddings
+        return min(spec.max_position_embeddings, spec.max_len)
     if wanted > spec.max_len:
+        is_switching = any(rope.kind is RopeKind.LONGROPE for rope in spec.ropes)
+        reason = " (longrope turns by other factors beyond, and all that is cached would go stale)"
         raise ConfigError(
             f"max_model_len={wanted} is beyond what the model can do: use {spec.max_len} or less"
+            f"{reason if is_switching else ''}"
         )
     return wanted
 

@@ -1,4 +1,5 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its long variants (YaRN, arXiv 2309.00071).
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its long variants (YaRN, arXiv 2309.00071;
+LongRoPE, arXiv 2402.13753).
 
 Every variant is either computed as the reference library computes it or refused when the model is loaded: a
 scaling that is read wrongly degrades long inputs without any error.
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.errors import ModelLoadError
@@ -26,6 +28,9 @@ class RopeKind(StrEnum):
     DYNAMIC = "dynamic"
     """Depends on how long the sequence has grown, so cached keys would go stale. Up to the model's own length
     it is the default variant, and it is offered no further."""
+    LONGROPE = "longrope"
+    """One set of factors up to the original length and another for sequences that have grown beyond it, for
+    their first tokens too: keys cached by then would go stale. So it is offered up to that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +39,21 @@ class RopeSpec:
 
     Args:
         theta: base of the wavelengths.
+        rotary_dim: how many of a head's coordinates are turned, the first ones; None turns all.
         factor: by how much the context was stretched.
         original_max_positions: context length before stretching.
         low_freq_factor, high_freq_factor: llama3: wavelengths beyond ``original / low`` are stretched whole,
             those below ``original / high`` not at all.
-        attention_factor: yarn: factor on cosine and sine; None derives it from `factor`.
+        attention_factor: yarn, longrope: factor on cosine and sine; None derives it from `factor`.
         beta_fast, beta_slow: yarn: rotations over the original context where the ramp begins and ends.
         mscale, mscale_all_dim: yarn: together they give the attention factor where it isn't named.
         truncate: yarn: whether the ramp's ends are rounded to whole dimensions.
+        short_factors: longrope: by how much each wavelength is stretched, one for every turned pair.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
     theta: float = 10_000.0
+    rotary_dim: int | None = None
     factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
@@ -56,6 +64,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.theta <= 0 or self.factor < 1.0:
@@ -67,10 +76,35 @@ class RopeSpec:
                 f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
                 f"not {self.low_freq_factor} and {self.high_freq_factor}"
             )
-        if self.kind in (RopeKind.LLAMA3, RopeKind.YARN) and self.original_max_positions < 1:
+        needs_original = self.kind in (RopeKind.LLAMA3, RopeKind.YARN, RopeKind.LONGROPE)
+        if needs_original and self.original_max_positions < 1:
             raise ModelLoadError(
                 f"{self.kind} rope scaling needs original_max_position_embeddings of 1 or more, "
                 f"not {self.original_max_positions}"
+            )
+        if min(self.short_factors, default=1.0) <= 0:
+            raise ModelLoadError(f"longrope factors must be above 0, not {min(self.short_factors)}")
+
+    def num_turned(self, head_dim: int) -> int:
+        """How many coordinates of a head are turned."""
+        return head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def check_fits(self, head_dim: int) -> None:
+        """Refuse a head that can't be turned so.
+
+        Raises:
+            ModelLoadError: the coordinates that are turned don't make pairs within the head, or the factors
+                differ from the pairs in number.
+        """
+        turned = self.num_turned(head_dim)
+        if turned % 2 or not 2 <= turned <= head_dim:
+            raise ModelLoadError(
+                f"{turned} of a head's {head_dim} coordinates can't be turned: it must be an even number"
+            )
+        if self.kind is RopeKind.LONGROPE and len(self.short_factors) != turned // 2:
+            raise ModelLoadError(
+                f"longrope short_factor has {len(self.short_factors)} entries: it needs {turned // 2}, one "
+                f"for every pair of the {turned} coordinates that are turned"
             )
 
     def longest_positions(self, max_position_embeddings: int) -> int:
@@ -80,6 +114,8 @@ class RopeSpec:
                 return int(max_position_embeddings * self.factor)
             case RopeKind.YARN:
                 return max(max_position_embeddings, int(self.original_max_positions * self.factor))
+            case RopeKind.LONGROPE:
+                return min(max_position_embeddings, self.original_max_positions)
             case _:
                 return max_position_embeddings
 
@@ -96,9 +132,11 @@ class RotaryTable:
             max_positions: positions 0 .. max_positions - 1 can be looked up.
             dtype: of the factors that `rows` gives out.
         """
-        inverse_frequencies, attention_factor = rope_frequencies(spec, head_dim)
+        inverse_frequencies, attention_factor = rope_frequencies(spec, spec.num_turned(head_dim))
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
-        cosine, sine = angles.cos() * attention_factor, angles.sin() * attention_factor
+        num_still = head_dim // 2 - len(inverse_frequencies)
+        cosine = F.pad(angles.cos() * attention_factor, (0, num_still), value=1.0)
+        sine = F.pad(angles.sin() * attention_factor, (0, num_still))
         # (positions, 2, 2, D/2): cosine twice, then the sine for the swapped halves, sign included.
         table = torch.stack((cosine, cosine, -sine, sine), dim=1).view(max_positions, 2, 2, head_dim // 2)
         self._table = table.to(device=device, dtype=dtype)
@@ -131,11 +169,32 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return (halves * cosine).addcmul_(halves.flip(2), sine).view(num_tokens, num_heads, head_dim)
 
 
+def order_of_coordinates(spec: RopeSpec, head_dim: int) -> Tensor | None:
+    """Where `rotate` wants a head's coordinates, for a head of which only the first ones are turned.
+
+    `rotate` turns coordinate i with i + D/2, and such a model means i with i + turned/2. Queries and keys in
+    another order, the same for both, have the same products: so their projections' rows are put in order
+    once, and a partly turned head costs no more than any other.
+
+    Returns:
+        (D,), int64: for each place, the coordinate that goes there; None where all are in place.
+    """
+    turned = spec.num_turned(head_dim)
+    if turned == head_dim:
+        return None
+    first, second = torch.arange(turned).chunk(2)
+    still_first, still_second = torch.arange(turned, head_dim).chunk(2)
+    return torch.cat((first, still_first, second, still_second))
+
+
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """Angle per position of each pair of coordinates, and the factor on cosine and sine.
 
+    Args:
+        head_dim: how many coordinates are turned.
+
     Returns:
-        (D/2,) fp32 radians per position; the attention factor, 1 for every kind but yarn.
+        (D/2,) fp32 radians per position; the attention factor, 1 for every kind but yarn and longrope.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base_frequencies = 1.0 / (spec.theta**exponents)
@@ -148,6 +207,9 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
             return _llama3_frequencies(spec, base_frequencies), 1.0
         case RopeKind.YARN:
             return _yarn_frequencies(spec, head_dim), _yarn_attention_factor(spec)
+        case RopeKind.LONGROPE:
+            factors = torch.tensor(spec.short_factors, dtype=torch.float32)
+            return 1.0 / (factors * spec.theta**exponents), _longrope_attention_factor(spec)
 
 
 def _llama3_frequencies(spec: RopeSpec, base_frequencies: Tensor) -> Tensor:
@@ -192,3 +254,11 @@ def _yarn_attention_factor(spec: RopeSpec) -> float:
     if spec.mscale and spec.mscale_all_dim:
         return mscale_of(spec.mscale) / mscale_of(spec.mscale_all_dim)
     return mscale_of(1.0)
+
+
+def _longrope_attention_factor(spec: RopeSpec) -> float:
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_positions))

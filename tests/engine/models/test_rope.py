@@ -55,7 +55,7 @@ def test_a_strided_view_of_the_heads_is_turned_like_a_copy() -> None:
 
 @pytest.mark.parametrize("kind", list(RopeKind))
 def test_a_factor_of_one_is_the_default_variant(kind: RopeKind) -> None:
-    spec = RopeSpec(kind=kind, factor=1.0, original_max_positions=64)
+    spec = RopeSpec(kind=kind, factor=1.0, original_max_positions=64, short_factors=(1.0,) * 16)
     frequencies, attention_factor = rope_frequencies(spec, 32)
     expected, _ = rope_frequencies(RopeSpec(), 32)
     torch.testing.assert_close(frequencies, expected)
@@ -83,6 +83,7 @@ def test_yarn_with_an_empty_ramp_stays_finite() -> None:
         (RopeSpec(), 1000),
         (RopeSpec(kind=RopeKind.DYNAMIC, factor=4.0), 1000),
         (RopeSpec(kind=RopeKind.LLAMA3, factor=4.0, original_max_positions=500), 1000),
+        (RopeSpec(kind=RopeKind.LONGROPE, factor=2.0, original_max_positions=500), 500),
         (RopeSpec(kind=RopeKind.LINEAR, factor=2.5), 2500),
         (RopeSpec(kind=RopeKind.YARN, factor=4.0, original_max_positions=500), 2000),
         (RopeSpec(kind=RopeKind.YARN, factor=4.0, original_max_positions=200), 1000),
