@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.runner.protocol import Runner
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -15,7 +16,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class LoopSequence:
-    """A prompt that becomes longer."""
+    """A prompt that becomes longer.
+
+    Args:
+        prompt_logprobs: by the position of the token that each is of.
+    """
 
     sequence_id: SequenceId
     token_ids: list[int]
@@ -24,6 +29,12 @@ class LoopSequence:
     sampling: SamplingParams = GREEDY
     num_computed: int = 0
     failures: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
 
     def next_row(self, chunk: int) -> ScheduledSequence | None:
         """At most `chunk` of the tokens that are still to be computed."""
@@ -38,7 +49,20 @@ class LoopSequence:
             block_ids=self.block_ids,
             is_sampled=end == len(self.token_ids),
             sampling=self.sampling,
+            num_prompt_tokens=self.num_prompt_tokens,
+            known_token_ids=tuple(self.token_ids),
+            num_logprobs=self.sampling.num_logprobs,
+            num_prompt_logprobs=self.sampling.num_prompt_logprobs,
         )
+
+    def take(self, row: ScheduledSequence, outcome: RowResult) -> None:
+        """Take in what came of its row."""
+        self.num_computed = row.end_position
+        self.token_ids += outcome.token_ids
+        self.logprobs += outcome.logprobs
+        self.prompt_logprobs |= dict(enumerate(outcome.prompt_logprobs, start=row.first_position + 1))
+        if outcome.failure is not None:
+            self.failures.append(outcome.failure)
 
 
 def make_sequences(
@@ -84,8 +108,5 @@ def run_to_end(
         result = runner.execute(plan)
         on_step(plan, result)
         for (seq, row), outcome in zip(scheduled, result.rows, strict=True):
-            seq.num_computed = row.end_position
-            seq.token_ids += outcome.token_ids
-            if outcome.failure is not None:
-                seq.failures.append(outcome.failure)
+            seq.take(row, outcome)
         step += 1
