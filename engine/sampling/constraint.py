@@ -26,7 +26,8 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     """Any JSON object."""
     REGEX = "regex"
-    """A regular expression that the whole text matches."""
+    """A regular expression that the whole text matches: no look-around, no back references; ``\\d``, ``\\w`` and
+    ``\\s`` are of ASCII."""
     GRAMMAR = "grammar"
     """A context-free grammar, in GBNF (its rules begin at ``root``) or in Lark (at ``start``)."""
     CHOICE = "choice"

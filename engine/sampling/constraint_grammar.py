@@ -30,6 +30,7 @@ MAX_JSON_DEPTH = 100
 """Brackets of a schema within brackets; the library reads 127 of them."""
 
 _MAX_MESSAGE_LEN = 300
+_ASCII_CLASSES = "dws"
 _NUM_TRIAL_TOKENS = 16
 
 _QUOTED = re.compile(r"\s*(\d+ \||\^)")
@@ -107,7 +108,7 @@ def grammar_of(constraint: Constraint) -> str:
         case ConstraintKind.JSON_OBJECT:
             return _json_grammar({"type": "object"})
         case ConstraintKind.REGEX:
-            return f"{_PREAMBLE}start: /{regex_to_lark(constraint.text)}/\n"
+            return f"{_PREAMBLE}start: /{regex_to_lark(constraint.text, _ASCII_CLASSES)}/\n"
         case ConstraintKind.CHOICE:
             options = " | ".join(json.dumps(option, ensure_ascii=False) for option in constraint.choices)
             return f"{_PREAMBLE}start: {options}\n"
@@ -115,7 +116,7 @@ def grammar_of(constraint: Constraint) -> str:
             try:
                 return _PREAMBLE + grammar_from("ebnf", constraint.text)
             except ValueError as error:
-                raise GrammarRefusedError(_told(str(error).rpartition("to Lark: ")[2])) from error
+                raise GrammarRefusedError(told(str(error).rpartition("to Lark: ")[2])) from error
 
 
 def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
@@ -126,7 +127,7 @@ def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise GrammarRefusedError(_told(matcher.get_error()))
+        raise GrammarRefusedError(told(matcher.get_error()))
     return matcher
 
 
@@ -145,7 +146,7 @@ def try_out(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
         if walker.is_error() and step == 0 and "NoExtension" in walker.get_error():
             raise GrammarRefusedError("admits no text at all")
         if walker.is_error():
-            raise GrammarRefusedError(f"is too complex to be followed: {_told(walker.get_error())}")
+            raise GrammarRefusedError(f"is too complex to be followed: {told(walker.get_error())}")
         allowed &= ~(1 << vocabulary.eos_token)
         if not allowed:
             break
@@ -171,7 +172,7 @@ def _schema(text: str) -> Mapping[str, object]:
     try:
         schema = json.loads(text, parse_constant=_refuse_number)
     except ValueError as error:
-        raise GrammarRefusedError(f"must be JSON: {_told(str(error))}") from error
+        raise GrammarRefusedError(f"must be JSON: {told(str(error))}") from error
     if not isinstance(schema, dict):
         raise GrammarRefusedError('must be a JSON object, such as {"type": "object"}')
     return schema
@@ -199,7 +200,7 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _told(message: str) -> str:
+def told(message: str) -> str:
     """The library's message, as short as a status should be."""
     if message.startswith("panic"):
         return "the grammar compiler can't make sense of it"

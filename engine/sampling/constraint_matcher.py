@@ -6,7 +6,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headrace.engine.errors import ConstraintFailed
 from headrace.engine.sampling.constraint import AllowedTokens, Constraint
-from headrace.engine.sampling.constraint_grammar import GrammarRefusedError, new_matcher, try_out
+from headrace.engine.sampling.constraint_grammar import GrammarRefusedError, new_matcher, told, try_out
 
 
 class CompiledGrammar:
@@ -113,28 +113,26 @@ class GrammarMatcher:
         num_common = _num_common(self._taken, token_ids)
         num_surplus = len(self._taken) - num_common
         if num_surplus and not self._matcher.rollback(num_surplus):
-            raise _ExhaustedError(self._matcher.get_error())
+            raise _ExhaustedError(told(self._matcher.get_error()))
         self._taken = token_ids[:num_common]
         self._take(self._matcher, token_ids[num_common:])
         return self._matcher
 
     def _take(self, matcher: LLMatcher, token_ids: tuple[int, ...]) -> None:
-        rest, is_fresh = list(token_ids), False
-        while rest:
-            num_taken = matcher.try_consume_tokens(rest)
-            if matcher.is_error() or (num_taken == 0 and is_fresh):
-                raise _ExhaustedError(matcher.get_error() or f"token {rest[0]} does not fit where it stands")
-            self._taken += tuple(rest[:num_taken])
-            rest = rest[num_taken:]
-            is_fresh = num_taken == 0
-            if is_fresh:
-                # What may be spent on a step is granted anew with every mask.
+        for i, token_id in enumerate(token_ids):
+            if i > 0:
+                # A step's allowance comes with its mask, and a matcher that has spent it never recovers.
                 matcher.compute_bitmask()
+            if not matcher.try_consume_tokens([token_id]):
+                raise _ExhaustedError(
+                    told(matcher.get_error()) or f"token {token_id} does not fit where it stands"
+                )
+            self._taken += (token_id,)
 
     def _next(self, matcher: LLMatcher) -> AllowedTokens:
         bits = matcher.compute_bitmask()
         if matcher.is_error():
-            raise _ExhaustedError(matcher.get_error())
+            raise _ExhaustedError(told(matcher.get_error()))
         vocab_size = self._compiled.vocab_size
         end, end_bit = vocab_size // 8, 1 << vocab_size % 8
         may_end = bool(bits[end] & end_bit)
