@@ -40,6 +40,8 @@ from headrace.engine.outputs import (
     StepTotals,
     Timings,
     TokenEvent,
+    TokenLogprob,
+    TokenLogprobs,
     Usage,
 )
 from headrace.engine.runner.protocol import LoadedModel, LoadProgress, Runner
@@ -99,6 +101,8 @@ __all__ = [
     "StopConditions",
     "Timings",
     "TokenEvent",
+    "TokenLogprob",
+    "TokenLogprobs",
     "TokenStream",
     "Tokenizer",
     "Tool",

@@ -131,11 +131,13 @@ class LiveRequest:
     def _tell_best(self) -> Iterator[OutputEvent]:
         """The `n` of highest mean log-probability, numbered anew, the best first."""
         best = sorted(self.ranked, key=lambda item: item[:2])[: self.request.n]
+        # The prompt's own were told of the first that was made, which may not be among the best.
+        prompt_logprobs = tuple(entry for event in self.held[0] for entry in event.prompt_logprobs)
         for place, (_, index, end) in enumerate(best):
             whole = TokenEvent(place, (), "")
             for event in self.held[index]:
                 whole = whole.plus(event)
-            yield from told(whole)
+            yield from told(replace(whole, prompt_logprobs=() if place else prompt_logprobs))
             yield replace(end, index=place)
 
 

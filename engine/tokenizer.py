@@ -70,6 +70,10 @@ class Tokenizer(Protocol):
         """The vocabulary's own spelling of each token."""
         ...
 
+    def special_token_id(self, text: str) -> int | None:
+        """The special token that `text` is exactly, if it is one: decoded text may leave it out."""
+        ...
+
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
         """The bytes that a token stands for, whatever stands beside it.
 

@@ -1,41 +1,28 @@
-"""From a StartGeneration to a live request of the engine, and from its events to messages; for all RPCs."""
+"""From a StartGeneration to a live request of the engine; for all RPCs."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import count
-
-import grpc
-from google.rpc import status_pb2
 
 from headrace.engine import (
     EngineDead,
-    FailureEvent,
-    FinishEvent,
-    OutputEvent,
+    FieldViolation,
+    InvalidRequest,
     Request,
     RequestId,
-    TokenEvent,
+    SamplingParams,
     TokenStream,
 )
-from headrace.service.convert import (
-    Start,
-    delta_to_proto,
-    finished_to_proto,
-    sampling_to_proto,
-    start_from_proto,
-)
+from headrace.service.convert import Start, start_from_proto
+from headrace.service.limits import Limits
+from headrace.service.options import sampling_to_proto
 from headrace.service.serving import ServedModel, Serving
-from headrace.service.status import RpcFailure, failure_from, unavailable
-from headrace.service.telemetry import log, places_of
+from headrace.service.status import unavailable
 from headrace.v1 import generation_pb2
-
-RPC_ENDED = "CANCELLED/RPC_ENDED"
 
 # A client's label is no key: it need be unique within its RPC only. This number makes it one.
 _numbers = count(1)
@@ -47,6 +34,7 @@ class Parsed:
 
     Args:
         label: what its client calls it.
+        special_stops: stop strings that are exactly a special token's text, by the id of that token.
         deadline_s: monotonic moment past which it is ended, seconds.
     """
 
@@ -54,8 +42,17 @@ class Parsed:
     request_id: RequestId
     served: ServedModel
     start: Start
+    special_stops: dict[int, str]
     arrival_s: float
     deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The token ids of a request's texts."""
+
+    prompt: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,53 +61,6 @@ class Admitted:
 
     stream: TokenStream
     accepted: generation_pb2.Accepted
-
-
-@dataclass(slots=True)
-class Narrator:
-    """Numbers the events of one request and puts them in messages.
-
-    Args:
-        label: the client's.
-    """
-
-    label: str
-    _sequence: count[int] = field(default_factory=count)
-
-    def accepted(self, accepted: generation_pb2.Accepted) -> generation_pb2.GenerationEvent:
-        """The request is queued."""
-        return self._event(accepted=accepted)
-
-    def delta(self, index: int, delta: generation_pb2.Delta) -> generation_pb2.GenerationEvent:
-        """New output."""
-        return self._event(index, delta=delta)
-
-    def finished(self, index: int, finished: generation_pb2.Finished) -> generation_pb2.GenerationEvent:
-        """A sequence's normal end."""
-        return self._event(index, finished=finished)
-
-    def error(self, status: status_pb2.Status) -> generation_pb2.GenerationEvent:
-        """The request's failure."""
-        return self._event(error=status)
-
-    def _event(
-        self,
-        index: int = 0,
-        *,
-        accepted: generation_pb2.Accepted | None = None,
-        delta: generation_pb2.Delta | None = None,
-        finished: generation_pb2.Finished | None = None,
-        error: status_pb2.Status | None = None,
-    ) -> generation_pb2.GenerationEvent:
-        return generation_pb2.GenerationEvent(
-            request_id=self.label,
-            index=index,
-            sequence=next(self._sequence),
-            accepted=accepted,
-            delta=delta,
-            finished=finished,
-            error=error,
-        )
 
 
 def parse(
@@ -132,6 +82,7 @@ def parse(
     checked = start_from_proto(
         start, served.engine.info, served.limits, secrets.randbits(64), needs_label=needs_label
     )
+    special_ids = {text: served.engine.tokenizer.special_token_id(text) for text in checked.stop.strings}
     number = next(_numbers)
     label = checked.label or f"request-{number}"
     allowed_s = served.limits.max_request_s
@@ -140,108 +91,84 @@ def parse(
         request_id=RequestId(f"{number}:{label}"),
         served=served,
         start=checked,
+        special_stops={token_id: text for text, token_id in special_ids.items() if token_id is not None},
         arrival_s=now_s,
         deadline_s=now_s + (allowed_s if remaining_s is None else min(allowed_s, remaining_s)),
     )
 
 
-async def encode(parsed: Parsed) -> tuple[int, ...]:
-    """Token ids of its prompt, made off the event loop."""
-    served = parsed.served
-    return await served.texts.encode_prompt(served.engine.tokenizer, parsed.start.prompt)
+async def encode(parsed: Parsed) -> Encoded:
+    """Token ids of its texts, made off the event loop."""
+    served, start = parsed.served, parsed.start
+    tokenizer = served.engine.tokenizer
+    prompt = await served.texts.encode_prompt(tokenizer, start.prompt)
+    return Encoded(prompt, await served.texts.encode_bad_words(tokenizer, start.bad_words))
 
 
-def admit(parsed: Parsed, token_ids: tuple[int, ...]) -> Admitted:
+def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
     """Queue it.
 
     Raises:
         EngineError: see `AsyncEngine.submit`.
+        InvalidRequest: it would have more logprobs than a server keeps for one request.
         RpcFailure: UNAVAILABLE, the engine has died before it came.
     """
     start, engine = parsed.start, parsed.served.engine
     limit_s = start.time_limit_s
     request = Request(
         request_id=parsed.request_id,
-        prompt_token_ids=token_ids,
-        sampling=start.sampling,
-        stop=start.stop,
+        prompt_token_ids=encoded.prompt,
+        sampling=_with_bad_words(start.sampling, encoded.bad_words),
+        stop=replace(start.stop, token_ids=start.stop.token_ids | parsed.special_stops.keys()),
         output=start.output,
         # The engine counts from now on; the promise counts from arrival.
         time_limit_s=None if limit_s is None else max(1e-3, limit_s - (time.monotonic() - parsed.arrival_s)),
         deadline_s=parsed.deadline_s,
+        n=start.n,
+        best_of=start.best_of,
         isolation_key=start.cache_salt,
         uses_prefix_cache=start.uses_prefix_cache,
     )
+    max_tokens = engine.max_tokens_for(request)
+    violations = tuple(_logprobs_violations(request, max_tokens, parsed.served.limits))
+    if violations:
+        raise InvalidRequest(*violations)
     try:
         stream = engine.submit(request)
     except EngineDead as error:
         raise unavailable("ENGINE_DEAD", str(error), 1.0) from error
     accepted = generation_pb2.Accepted(
-        prompt_tokens=len(token_ids),
-        max_tokens=engine.max_tokens_for(request),
-        sampling=sampling_to_proto(start.sampling),
+        prompt_tokens=len(encoded.prompt),
+        max_tokens=max_tokens,
+        sampling=sampling_to_proto(start.sampling, start.bad_words, start.best_of),
         model=parsed.served.name,
     )
     return Admitted(stream, accepted)
 
 
-async def encode_and_admit(parsed: Parsed) -> Admitted:
-    """Encode and queue it.
-
-    Raises:
-        RpcFailure: what its sender is told; it has been logged.
-    """
-    try:
-        return admit(parsed, await encode(parsed))
-    except Exception as error:
-        raise failed(parsed, error) from error
+def _with_bad_words(sampling: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> SamplingParams:
+    return replace(sampling, bad_words=bad_words) if bad_words else sampling
 
 
-@contextmanager
-def ended_with_its_rpc(parsed: Parsed) -> Iterator[None]:
-    """However the block is left, the engine no longer works for this request."""
-    try:
-        yield
-    except (asyncio.CancelledError, GeneratorExit):
-        log_end(parsed, RPC_ENDED, 0, 0)
-        raise
-    finally:
-        parsed.served.engine.abort(parsed.request_id)
-
-
-def message_of(
-    event: OutputEvent, parsed: Parsed, narrator: Narrator
-) -> generation_pb2.GenerationEvent | None:
-    """The message that tells `event`; None when nothing of it was asked for."""
-    match event:
-        case TokenEvent():
-            delta = delta_to_proto(event, wants_token_ids=parsed.start.wants_token_ids)
-            return narrator.delta(event.index, delta) if delta.text or delta.token_ids else None
-        case FinishEvent():
-            log_end(
-                parsed, event.reason.name, event.usage.num_prompt_tokens, event.usage.num_completion_tokens
-            )
-            return narrator.finished(event.index, finished_to_proto(event))
-        case FailureEvent():
-            return narrator.error(failed(parsed, event.error).to_status())
-
-
-def failed(parsed: Parsed, error: Exception) -> RpcFailure:
-    """What the sender is told of a failure, which is logged."""
-    failure = failure_from(error)
-    if failure.code is grpc.StatusCode.INTERNAL:
-        log.error("request fault", request=parsed.request_id, **places_of(error))
-    log_end(parsed, f"{failure.code.name}/{failure.reason}", 0, 0)
-    return failure
-
-
-def log_end(parsed: Parsed, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
-    """One line for each request that came past its fields' check."""
-    log.info(
-        "request ended",
-        request=parsed.request_id,
-        outcome=outcome,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        duration_ms=round(1e3 * (time.monotonic() - parsed.arrival_s), 1),
-    )
+def _logprobs_violations(request: Request, max_tokens: int, limits: Limits) -> Iterator[FieldViolation]:
+    """Name what would make more logprobs than are kept: an answer may wait whole for its reader."""
+    most, sampling = limits.max_request_logprobs, request.sampling
+    # To choose the best ones, one logprob per token is kept though none is told.
+    is_ranked = request.best_of > request.n
+    num_top = 0 if is_ranked and sampling.num_logprobs is None else sampling.num_logprobs
+    num_made = 0 if num_top is None else request.best_of * max(0, max_tokens) * (1 + num_top)
+    num_read = 0
+    if sampling.num_prompt_logprobs is not None:
+        num_read = len(request.prompt_token_ids) * (1 + sampling.num_prompt_logprobs)
+    if num_read > most:
+        yield FieldViolation(
+            "output.prompt_logprobs",
+            f"would make {num_read} logprobs of {len(request.prompt_token_ids)} prompt tokens, "
+            f"more than {most}: ask for fewer",
+        )
+    elif num_read + num_made > most:
+        yield FieldViolation(
+            "sampling.best_of" if sampling.num_logprobs is None else "output.logprobs",
+            f"would make up to {num_made} logprobs of {request.best_of} sequences of up to {max_tokens} "
+            f"tokens, more than {most - num_read}: ask for fewer, or set stop.max_tokens lower",
+        )

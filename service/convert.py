@@ -1,8 +1,8 @@
-"""The border between `headrace.v1` and the engine's types: every translation, either way, is here."""
+"""The border between `headrace.v1` and the engine's types. What says how tokens are drawn is in `options`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -22,13 +22,29 @@ from headrace.engine import (
     StepStats,
     StopConditions,
     TokenEvent,
+    Tokenizer,
     Tool,
     ToolCall,
 )
 from headrace.service.json_value import object_from_struct
-from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits, is_valid_request_id
+from headrace.service.limits import Limits
+from headrace.service.logprobs import logprobs_to_proto
+from headrace.service.options import (
+    count_violations,
+    num_made,
+    num_sequences,
+    sampling_from_proto,
+    stop_from_proto,
+    stop_violations,
+)
 from headrace.service.status import duration
 from headrace.service.unsupported import unknown_fields, unsupported_fields
+from headrace.service.violations import (
+    chat_violations,
+    label_violations,
+    text_violations,
+    token_id_violations,
+)
 from headrace.v1 import control_pb2, generation_pb2
 
 _FINISH_REASONS = {
@@ -48,6 +64,9 @@ class Start:
 
     Args:
         label: the client's request_id; empty when the server is to make one.
+        sampling: all but the bad words.
+        bad_words: texts that are never produced.
+        n, best_of: how many sequences are told, and made.
         wants_token_ids: whether events carry ids.
         cache_salt: KV is shared only between requests of equal salts.
         uses_prefix_cache: whether KV is taken from the prefix cache and left there.
@@ -56,8 +75,11 @@ class Start:
     label: str
     prompt: Prompt
     sampling: SamplingParams
+    bad_words: tuple[str, ...]
     stop: StopConditions
     output: OutputParams
+    n: int
+    best_of: int
     wants_token_ids: bool
     time_limit_s: float | None
     cache_salt: str
@@ -77,50 +99,33 @@ def start_from_proto(
         InvalidRequest: naming everything that is wrong with it at once. Paths are those of StartGeneration.
     """
     violations = [*unknown_fields(start), *unsupported_fields(start)]
-    violations += _label_violations(start.request_id, needs_label)
+    violations += label_violations(start.request_id, needs_label=needs_label)
     violations += _prompt_violations(start, model, limits)
-    violations += _stop_violations(start.stop, model, limits)
+    violations += count_violations(start, limits)
+    violations += stop_violations(start.stop, model, limits)
     if len(start.cache.salt) > limits.max_cache_salt_len:
         violations.append(
             FieldViolation("cache.salt", f"must be at most {limits.max_cache_salt_len} characters")
         )
+    violations += _time_limit_violations(start, limits)
     sampling = SamplingParams()
     try:
-        sampling = _sampling_from_proto(start.sampling, seed)
+        sampling = sampling_from_proto(start.sampling, start.output, seed, model, limits)
     except InvalidRequest as error:
         violations += error.violations
-    time_limit_s = seconds(start.time_limit) if start.HasField("time_limit") else None
-    if time_limit_s is not None and not 0 < time_limit_s <= limits.max_request_s:
-        violations.append(
-            FieldViolation(
-                "time_limit",
-                f"must be above 0 and at most {limits.max_request_s:g} s, got {time_limit_s:g} s",
-            )
-        )
-    prompt: Prompt = ""
-    if not violations:
-        try:
-            prompt = _prompt_from_proto(start)
-        except InvalidRequest as error:
-            violations += error.violations
     if violations:
         raise InvalidRequest(*violations)
-    wants_text = not start.output.HasField("text") or start.output.text
-    skips_special = not start.output.HasField("skip_special_tokens") or start.output.skip_special_tokens
     return Start(
         label=start.request_id,
-        prompt=prompt,
+        prompt=_prompt_from_proto(start),
         sampling=sampling,
-        stop=StopConditions(
-            max_tokens=start.stop.max_tokens if start.stop.HasField("max_tokens") else None,
-            token_ids=frozenset(start.stop.token_ids),
-            ignore_eos=start.stop.ignore_eos,
-            strings=tuple(start.stop.strings),
-            is_stop_included=start.stop.include_stop,
-        ),
-        output=OutputParams(wants_text=wants_text, skip_special_tokens=skips_special),
+        bad_words=tuple(start.sampling.bad_words),
+        stop=stop_from_proto(start.stop),
+        output=_output_from_proto(start.output),
+        n=num_sequences(start),
+        best_of=num_made(start),
         wants_token_ids=not start.output.HasField("token_ids") or start.output.token_ids,
-        time_limit_s=time_limit_s,
+        time_limit_s=seconds(start.time_limit) if start.HasField("time_limit") else None,
         cache_salt=start.cache.salt,
         uses_prefix_cache=not start.cache.bypass,
     )
@@ -163,64 +168,15 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt) -> Chat:
     )
 
 
-def chat_violations(prompt: generation_pb2.ChatPrompt, limits: Limits) -> Iterator[FieldViolation]:
-    """Name what is wrong with a conversation."""
-    if prompt.ByteSize() > limits.max_text_bytes:
-        yield FieldViolation(
-            "chat", f"must be at most {limits.max_text_bytes} bytes, got {prompt.ByteSize()}"
-        )
-        return
-    if not 1 <= len(prompt.messages) <= limits.max_messages:
-        yield FieldViolation(
-            "chat.messages", f"must hold 1 to {limits.max_messages} messages, got {len(prompt.messages)}"
-        )
-        return
-    if len(prompt.tools) > limits.max_tools:
-        yield FieldViolation(
-            "chat.tools", f"must hold at most {limits.max_tools} tools, got {len(prompt.tools)}"
-        )
-    for i, message in enumerate(prompt.messages):
-        if not message.role:
-            yield FieldViolation(
-                f"chat.messages[{i}].role", "must not be empty: use system, user, assistant, …"
-            )
-
-
-def token_id_violations(field: str, token_ids: Iterable[int], model: ModelInfo) -> Iterator[FieldViolation]:
-    """Name the first id that the model does not have."""
-    foreign = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
-    if foreign is not None:
-        yield FieldViolation(
-            field, f"must be from 0 to {model.vocab_size - 1}, the model's vocabulary, got {foreign}"
-        )
-
-
-def text_violations(field: str, text: str, limits: Limits) -> Iterator[FieldViolation]:
-    """Name a text that is too long. No encoding of it is made: a character is one to four bytes."""
-    num_bytes = len(text) if text.isascii() else len(text.encode())
-    if num_bytes > limits.max_text_bytes:
-        yield FieldViolation(
-            field, f"must be at most {limits.max_text_bytes} bytes of UTF-8, got {num_bytes}"
-        )
-
-
-def sampling_to_proto(sampling: SamplingParams) -> generation_pb2.SamplingOptions:
-    """Every value that a request runs with, its seed included."""
-    options = default_sampling_to_proto(sampling)
-    options.seed = sampling.seed
-    return options
-
-
-def default_sampling_to_proto(sampling: SamplingParams) -> generation_pb2.SamplingOptions:
-    """What a field that is not set means. A seed has no default: the server draws one."""
-    return generation_pb2.SamplingOptions(
-        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+def delta_to_proto(event: TokenEvent, start: Start, tokenizer: Tokenizer) -> generation_pb2.Delta:
+    """Of new output what its request asked for."""
+    wants_logprobs = start.sampling.num_logprobs is not None
+    return generation_pb2.Delta(
+        text=event.text,
+        token_ids=event.token_ids if start.wants_token_ids else (),
+        logprobs=logprobs_to_proto(event.logprobs, tokenizer) if wants_logprobs else (),
+        prompt_logprobs=logprobs_to_proto(event.prompt_logprobs, tokenizer),
     )
-
-
-def delta_to_proto(event: TokenEvent, *, wants_token_ids: bool) -> generation_pb2.Delta:
-    """New output."""
-    return generation_pb2.Delta(text=event.text, token_ids=event.token_ids if wants_token_ids else ())
 
 
 def finished_to_proto(event: FinishEvent) -> generation_pb2.Finished:
@@ -302,11 +258,11 @@ def seconds(span: Duration) -> float:
     return span.seconds + span.nanos / 1e9
 
 
-def _label_violations(label: str, needs_label: bool) -> Iterator[FieldViolation]:
-    if (label or needs_label) and not is_valid_request_id(label):
+def _time_limit_violations(start: generation_pb2.StartGeneration, limits: Limits) -> Iterator[FieldViolation]:
+    limit_s = seconds(start.time_limit)
+    if start.HasField("time_limit") and not 0 < limit_s <= limits.max_request_s:
         yield FieldViolation(
-            "request_id",
-            f"must be 1 to {MAX_REQUEST_ID_LEN} printable ASCII characters, got {len(label)} characters",
+            "time_limit", f"must be above 0 and at most {limits.max_request_s:g} s, got {limit_s:g} s"
         )
 
 
@@ -331,27 +287,6 @@ def _prompt_violations(
             yield FieldViolation("prompt", "one of text, token_ids and chat is required, got none")
 
 
-def _stop_violations(
-    stop: generation_pb2.StopOptions, model: ModelInfo, limits: Limits
-) -> Iterator[FieldViolation]:
-    if stop.HasField("max_tokens") and stop.max_tokens < 1:
-        yield FieldViolation("stop.max_tokens", "must be at least 1, got 0: leave it out for as many as fit")
-    if len(stop.token_ids) > limits.max_stop_token_ids:
-        yield FieldViolation(
-            "stop.token_ids", f"must hold at most {limits.max_stop_token_ids} ids, got {len(stop.token_ids)}"
-        )
-    else:
-        yield from token_id_violations("stop.token_ids", stop.token_ids, model)
-    if len(stop.strings) > limits.max_stop_strings:
-        yield FieldViolation(
-            "stop.strings", f"must hold at most {limits.max_stop_strings} texts, got {len(stop.strings)}"
-        )
-    elif not all(1 <= len(text.encode()) <= limits.max_stop_string_bytes for text in stop.strings):
-        yield FieldViolation(
-            "stop.strings", f"each must be 1 to {limits.max_stop_string_bytes} bytes of UTF-8"
-        )
-
-
 def _prompt_from_proto(start: generation_pb2.StartGeneration) -> Prompt:
     match start.WhichOneof("prompt"):
         case "text":
@@ -362,14 +297,11 @@ def _prompt_from_proto(start: generation_pb2.StartGeneration) -> Prompt:
             return chat_from_proto(start.chat)
 
 
-def _sampling_from_proto(options: generation_pb2.SamplingOptions, seed: int) -> SamplingParams:
-    default = SamplingParams()
-    return SamplingParams(
-        temperature=options.temperature if options.HasField("temperature") else default.temperature,
-        top_k=options.top_k if options.HasField("top_k") else default.top_k,
-        top_p=options.top_p if options.HasField("top_p") else default.top_p,
-        min_p=options.min_p if options.HasField("min_p") else default.min_p,
-        seed=options.seed if options.HasField("seed") else seed,
+def _output_from_proto(output: generation_pb2.OutputOptions) -> OutputParams:
+    return OutputParams(
+        wants_text=not output.HasField("text") or output.text,
+        skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
+        is_echoed=output.echo,
     )
 
 

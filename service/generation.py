@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from google.protobuf.message import Message
 
-from headrace.engine import FailureEvent, FieldViolation, FinishEvent, TokenEvent
-from headrace.service.admission import (
-    Narrator,
-    encode_and_admit,
-    ended_with_its_rpc,
-    failed,
-    log_end,
-    message_of,
-    parse,
-)
-from headrace.service.convert import finished_to_proto
+from headrace.engine import FailureEvent, FieldViolation
+from headrace.service.admission import parse
 from headrace.service.interceptors import Context
 from headrace.service.limits import Limits
 from headrace.service.serving import Serving
 from headrace.service.session import SessionRun
-from headrace.service.status import invalid
+from headrace.service.status import answer_too_large, invalid
+from headrace.service.telling import Teller, encode_and_admit, ended_with_its_rpc, failed
 from headrace.v1 import generation_pb2, generation_pb2_grpc
 
 
@@ -39,15 +32,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """One request, streamed."""
         _require_start(request)
         parsed = parse(self._serving, request.start, context.time_remaining(), needs_label=False)
-        narrator = Narrator(parsed.label)
+        teller = Teller(parsed)
         with ended_with_its_rpc(parsed):
             admitted = await encode_and_admit(parsed)
-            yield generation_pb2.GenerateResponse(event=narrator.accepted(admitted.accepted))
+            yield generation_pb2.GenerateResponse(event=teller.accepted(admitted))
             async for event in admitted.stream:
                 if isinstance(event, FailureEvent):
                     raise failed(parsed, event.error)
-                message = message_of(event, parsed, narrator)
-                if message is not None:
+                for message in teller.messages(event):
                     yield generation_pb2.GenerateResponse(event=message)
 
     async def GenerateOnce(
@@ -56,26 +48,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """One request, answered whole."""
         _require_start(request)
         parsed = parse(self._serving, request.start, context.time_remaining(), needs_label=False)
-        completion = generation_pb2.Completion()
-        texts: list[str] = []
+        teller = Teller(parsed)
+        completions = _Completions()
         with ended_with_its_rpc(parsed):
             admitted = await encode_and_admit(parsed)
             async for event in admitted.stream:
-                match event:
-                    case TokenEvent():
-                        texts.append(event.text)
-                        completion.token_ids.extend(event.token_ids if parsed.start.wants_token_ids else ())
-                    case FinishEvent(usage=usage):
-                        log_end(
-                            parsed, event.reason.name, usage.num_prompt_tokens, usage.num_completion_tokens
-                        )
-                        completion.finished.CopyFrom(finished_to_proto(event))
-                    case FailureEvent():
-                        raise failed(parsed, event.error)
-        completion.text = "".join(texts)
-        return generation_pb2.GenerateOnceResponse(
-            request_id=parsed.label, accepted=admitted.accepted, completions=[completion]
+                if isinstance(event, FailureEvent):
+                    raise failed(parsed, event.error)
+                for message in teller.messages(event):
+                    completions.add(message)
+                    # Between many logprobs and more of them, others have their turn.
+                    await asyncio.sleep(0)
+        response = generation_pb2.GenerateOnceResponse(
+            request_id=parsed.label, accepted=admitted.accepted, completions=completions.whole()
         )
+        if response.ByteSize() > self._limits.max_message_bytes:
+            raise answer_too_large(response.ByteSize(), self._limits.max_message_bytes)
+        return response
 
     async def Session(
         self, request_iterator: AsyncIterator[generation_pb2.SessionRequest], context: Context
@@ -87,6 +76,33 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         ):
             async for event in events:
                 yield generation_pb2.SessionResponse(event=event)
+
+
+class _Completions:
+    """Puts the deltas of each sequence together again: whole is what streamed says."""
+
+    def __init__(self) -> None:
+        self._completions: dict[int, generation_pb2.Completion] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, event: generation_pb2.GenerationEvent) -> None:
+        """Take a delta or an end."""
+        index = event.index
+        completion = self._completions.setdefault(index, generation_pb2.Completion(index=index))
+        if event.HasField("finished"):
+            completion.finished.CopyFrom(event.finished)
+            return
+        delta = event.delta
+        self._texts.setdefault(index, []).append(delta.text)
+        completion.token_ids.extend(delta.token_ids)
+        completion.logprobs.extend(delta.logprobs)
+        completion.prompt_logprobs.extend(delta.prompt_logprobs)
+
+    def whole(self) -> list[generation_pb2.Completion]:
+        """All of them, by index."""
+        for index, texts in self._texts.items():
+            self._completions[index].text = "".join(texts)
+        return [self._completions[index] for index in sorted(self._completions)]
 
 
 def _require_start(request: Message) -> None:

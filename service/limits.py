@@ -16,11 +16,18 @@ class Limits:
     """What one request, or one RPC, may hold.
 
     Args:
-        max_message_bytes: longest protobuf message, either way; enforced by gRPC itself.
+        max_message_bytes: longest protobuf message, either way; enforced by gRPC itself. Clients of ours have
+            the same limit.
         max_text_bytes: longest raw text, and longest whole conversation.
         max_messages, max_tools: parts of a conversation.
         max_stop_token_ids: stop ids of one request.
         max_stop_strings, max_stop_string_bytes: stop strings of one request, and the size of each.
+        max_sequences: sequences of one request, told or not.
+        max_logit_biases: token ids whose logit one request changes.
+        max_listed_token_ids: ids of a list of allowed or banned ones.
+        max_bad_words, max_bad_word_bytes: bad words of one request, and the size of each.
+        max_logprobs: likeliest tokens that are told beside each one.
+        max_request_logprobs: logprobs, chosen and likeliest ones counted, that one request may come to have.
         max_cache_salt_len: characters of a cache salt.
         max_detokenized_ids: ids of one Detokenize call.
         max_request_s: longest time that any request may take, queueing included, seconds.
@@ -39,6 +46,13 @@ class Limits:
     max_stop_token_ids: int = 256
     max_stop_strings: int = 32
     max_stop_string_bytes: int = 1024
+    max_sequences: int = 128
+    max_logit_biases: int = 1024
+    max_listed_token_ids: int = 16_384
+    max_bad_words: int = 128
+    max_bad_word_bytes: int = 256
+    max_logprobs: int = 64
+    max_request_logprobs: int = 2**19
     max_cache_salt_len: int = 256
     max_detokenized_ids: int = 131_072
     max_request_s: float = 3600.0

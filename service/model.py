@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from headrace.engine import FieldViolation, InvalidRequest, SamplingParams
-from headrace.service.convert import (
-    chat_from_proto,
-    chat_violations,
-    default_sampling_to_proto,
-    text_violations,
-    token_id_violations,
-)
+from headrace.service.convert import chat_from_proto
 from headrace.service.interceptors import Context
+from headrace.service.options import default_sampling_to_proto
+from headrace.service.scoring import score
 from headrace.service.serving import ServedModel, Serving
-from headrace.service.status import not_offered
+from headrace.service.violations import chat_violations, text_violations, token_id_violations
 from headrace.v1 import model_pb2, model_pb2_grpc
 
 
@@ -81,8 +77,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         return model_pb2.ApplyChatTemplateResponse(text=text, token_ids=ids)
 
     async def Score(self, request: model_pb2.ScoreRequest, context: Context) -> model_pb2.ScoreResponse:
-        """Not in this build."""
-        raise not_offered("Score")
+        """Log-likelihood of a text."""
+        return await score(self._serving, self._served(request.model), request, context.time_remaining())
 
     def _served(self, name: str) -> ServedModel:
         served = self._serving.model()

@@ -10,34 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from google.rpc import status_pb2
 
 from headrace.engine import (
-    FailureEvent,
     FieldViolation,
     FinishEvent,
     FinishReason,
+    OutputEvent,
     Timings,
     TokenStream,
     Usage,
 )
-from headrace.service.admission import (
-    RPC_ENDED,
-    Admitted,
-    Narrator,
-    Parsed,
-    admit,
-    encode,
-    failed,
-    log_end,
-    message_of,
-    parse,
-)
-from headrace.service.convert import finished_to_proto
+from headrace.service.admission import Admitted, Encoded, Parsed, admit, encode, parse
 from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits
 from headrace.service.serving import Serving, closed
 from headrace.service.status import (
@@ -49,17 +37,9 @@ from headrace.service.status import (
     unknown_request_id,
 )
 from headrace.service.telemetry import log, places_of
+from headrace.service.telling import RPC_ENDED, Narrator, Teller, failed, log_end
 from headrace.service.unsupported import unknown_fields
 from headrace.v1.generation_pb2 import GenerationEvent, SessionRequest, StartGeneration
-
-_CANCELLED_UNSEEN = FinishEvent(
-    index=0,
-    reason=FinishReason.CANCELLED,
-    matched_stop=None,
-    usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
-    timings=Timings(None, None, None, None),
-    num_preemptions=0,
-)
 
 
 class _Live:
@@ -67,38 +47,47 @@ class _Live:
 
     def __init__(self, parsed: Parsed) -> None:
         self.parsed = parsed
-        self.narrator = Narrator(parsed.label)
+        self.teller = Teller(parsed)
         self.stream: TokenStream | None = None
         self.is_ended = False
         self._unsent: list[GenerationEvent] = []
+        self._unseen_ends: list[FinishEvent] = []
 
     def admitted(self, admitted: Admitted) -> None:
         """The engine has queued it."""
         self.stream = admitted.stream
-        self._unsent.append(self.narrator.accepted(admitted.accepted))
+        self._unsent.append(self.teller.accepted(admitted))
 
     def failed(self, failure: RpcFailure) -> None:
         """It ends before the engine has seen it."""
-        self._end(self.narrator.error(failure.to_status()))
+        self.is_ended = True
+        self._unsent.append(self.teller.failed(failure))
 
     def cancelled(self) -> None:
         """It is cancelled before the engine has seen it."""
-        log_end(self.parsed, FinishReason.CANCELLED.name, 0, 0)
-        self._end(self.narrator.finished(0, finished_to_proto(_CANCELLED_UNSEEN)))
-
-    def take(self) -> list[GenerationEvent]:
-        """Everything to be told about it now."""
-        messages, self._unsent = self._unsent, []
-        for event in self.stream.take() if self.stream is not None else ():
-            message = message_of(event, self.parsed, self.narrator)
-            if message is not None:
-                messages.append(message)
-            self.is_ended = isinstance(event, FinishEvent | FailureEvent)
-        return messages
-
-    def _end(self, message: GenerationEvent) -> None:
         self.is_ended = True
-        self._unsent.append(message)
+        self._unseen_ends = [_cancelled_unseen(index) for index in range(self.parsed.start.n)]
+
+    def take(self) -> tuple[list[GenerationEvent], list[OutputEvent]]:
+        """Everything to be told about it now: messages, and after them events that are none yet."""
+        messages, self._unsent = self._unsent, []
+        events: list[OutputEvent] = [*self._unseen_ends]
+        self._unseen_ends.clear()
+        if self.stream is not None:
+            events += self.stream.take()
+            self.is_ended = self.stream.is_finished
+        return messages, events
+
+
+def _cancelled_unseen(index: int) -> FinishEvent:
+    return FinishEvent(
+        index=index,
+        reason=FinishReason.CANCELLED,
+        matched_stop=None,
+        usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
+        timings=Timings(None, None, None, None),
+        num_preemptions=0,
+    )
 
 
 class SessionRun:
@@ -128,8 +117,8 @@ class SessionRun:
         self._ready: deque[_Live | GenerationEvent] = deque()
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._admissions: asyncio.Queue[tuple[_Live, asyncio.Task[tuple[int, ...]]]] = asyncio.Queue()
-        self._encodings: set[asyncio.Task[tuple[int, ...]]] = set()
+        self._admissions: asyncio.Queue[tuple[_Live, asyncio.Task[Encoded]]] = asyncio.Queue()
+        self._encodings: set[asyncio.Task[Encoded]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -174,10 +163,12 @@ class SessionRun:
                 await self._wake.wait()
                 self._wake.clear()
 
-    def _taken(self, source: _Live | GenerationEvent) -> list[GenerationEvent]:
+    def _taken(self, source: _Live | GenerationEvent) -> Iterator[GenerationEvent]:
+        """One by one: who has much to tell lets others have their turn between two messages."""
         if isinstance(source, GenerationEvent):
-            return [source]
-        messages = source.take()
+            yield source
+            return
+        messages, events = source.take()
         label = source.parsed.label
         if source.is_ended and self._live.get(label) is source:
             # Forgotten before its end is sent: whoever has read the end may use the label again.
@@ -186,7 +177,9 @@ class SessionRun:
             self._ended_labels.move_to_end(label)
             while len(self._ended_labels) > self._limits.max_remembered_labels:
                 self._ended_labels.popitem(last=False)
-        return messages
+        yield from messages
+        for event in events:
+            yield from source.teller.messages(event)
 
     async def _read(self) -> None:
         async for message in self._messages:

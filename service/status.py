@@ -104,6 +104,16 @@ def not_offered(what: str) -> RpcFailure:
     return RpcFailure(grpc.StatusCode.UNIMPLEMENTED, "NOT_OFFERED", f"{what} is not offered by this build")
 
 
+def answer_too_large(num_bytes: int, limit: int) -> RpcFailure:
+    """The whole answer does not fit in one message."""
+    return RpcFailure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "ANSWER_TOO_LARGE",
+        f"the answer is {num_bytes} bytes, a message is at most {limit}: ask for fewer logprobs or tokens, "
+        "or have the answer streamed by Generate",
+    )
+
+
 def unavailable(reason: str, message: str, retry_after_s: float) -> RpcFailure:
     """Not now; somewhere else, or later."""
     return RpcFailure(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s)

@@ -69,6 +69,24 @@ class TextWorkers:
             case _:
                 return prompt
 
+    async def encode_bad_words(
+        self, tokenizer: Tokenizer, texts: tuple[str, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The runs of ids that spell the texts, each as it is written and with a space before it.
+
+        Raises:
+            Overloaded: see `run`.
+        """
+        if not texts:
+            return ()
+
+        def work() -> tuple[tuple[int, ...], ...]:
+            spellings = (spelling for text in texts for spelling in (text, f" {text}"))
+            runs = (tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+            return tuple(dict.fromkeys(runs))
+
+        return await self.run(sum(map(len, texts)), work)
+
     async def render(self, tokenizer: Tokenizer, chat: Chat) -> tuple[str, tuple[int, ...]]:
         """The text of a conversation and its token ids."""
 

@@ -27,25 +27,11 @@ _NOTHING: Final = _Nothing()
 
 # Path in StartGeneration -> the value that asks for nothing, and so is taken.
 _OFF: Final[dict[str, object]] = {
-    "sampling.typical_p": 1.0,
-    "sampling.frequency_penalty": 0.0,
-    "sampling.presence_penalty": 0.0,
-    "sampling.repetition_penalty": 1.0,
-    "sampling.logit_bias": _NOTHING,
-    "sampling.allowed_token_ids": _NOTHING,
-    "sampling.banned_token_ids": pb.TokenIds(),
-    "sampling.bad_words": _NOTHING,
-    "sampling.best_of": 1,
-    "stop.min_tokens": 0,
     "constraint.json_schema": _NOTHING,
     "constraint.json_object": False,
     "constraint.regex": _NOTHING,
     "constraint.grammar": _NOTHING,
     "constraint.choice": _NOTHING,
-    "output.logprobs": _NOTHING,
-    "output.prompt_logprobs": _NOTHING,
-    "output.echo": False,
-    "n": 1,
     "priority": 0,
     "speculation.enabled": False,
     "speculation.num_speculative_tokens": 0,
@@ -62,11 +48,7 @@ def unsupported_fields(start: pb.StartGeneration) -> Iterator[FieldViolation]:
             holder = cast("Message", getattr(holder, parent))
         if not _is_present(holder, name) or getattr(holder, name) == off:
             continue
-        remedy = (
-            "leave it out"
-            if off is _NOTHING or isinstance(off, Message)
-            else f"leave it out or set it to {off!r}"
-        )
+        remedy = "leave it out" if off is _NOTHING else f"leave it out or set it to {off!r}"
         yield FieldViolation(path, f"is not offered by this build: {remedy}")
 
 

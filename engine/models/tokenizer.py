@@ -60,7 +60,8 @@ class HFTokenizer:
         # Made now, in tenths of a second: later it would be made while tokens are waited for.
         self._byte_table = _byte_table(self._backend)
         added = self._backend.get_added_tokens_decoder()
-        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_ids_by_text = {token.content: i for i, token in added.items() if token.special}
+        self._special_token_ids = frozenset(self._special_ids_by_text.values())
 
     @property
     def vocab_size(self) -> int:
@@ -94,6 +95,10 @@ class HFTokenizer:
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """See `Tokenizer`; an id without a spelling gives an empty string."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def special_token_id(self, text: str) -> int | None:
+        """See `Tokenizer`."""
+        return self._special_ids_by_text.get(text)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
         """See `Tokenizer`."""

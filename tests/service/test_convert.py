@@ -14,6 +14,7 @@ from headrace.engine import (
     FinishReason,
     InvalidRequest,
     ModelInfo,
+    OutputParams,
     RowStats,
     SamplingParams,
     StepStats,
@@ -40,6 +41,7 @@ from headrace.v1.generation_pb2 import (
     ChatPrompt,
     Choice,
     Constraint,
+    Delta,
     OutputOptions,
     SamplingOptions,
     SpeculationOptions,
@@ -49,7 +51,8 @@ from headrace.v1.generation_pb2 import (
     Tool,
     ToolCall,
 )
-from tests.support.fake_runner import VOCAB_SIZE, make_fake_model
+from tests.support.fake_runner import VOCAB_SIZE, FakeTokenizer, make_fake_model
+from tests.support.indexed_runner import logprobs_of
 from tests.support.service import generate, make_start, running_service, status_of, violated_fields
 
 INFO = make_fake_model().info
@@ -59,14 +62,6 @@ NAN, INFINITY = math.nan, math.inf
 def parsed(start: StartGeneration, model: ModelInfo = INFO, limits: Limits | None = None) -> Start:
     """`start` as a request of a Session."""
     return start_from_proto(start, model, limits or Limits(), seed=7, needs_label=True)
-
-
-def sampling(**values: object) -> StartGeneration:
-    return make_start("a", sampling=SamplingOptions(**values))  # type: ignore[arg-type]
-
-
-def stop(**values: object) -> StartGeneration:
-    return make_start("a", stop=StopOptions(**values))  # type: ignore[arg-type]
 
 
 def chat(*messages: ChatMessage, **values: object) -> StartGeneration:
@@ -83,42 +78,6 @@ USER = ChatMessage(role="user", content="hi")
 
 # One line per way in which a field can be wrong: the request, and the field that the refusal names.
 BAD_FIELDS: list[tuple[StartGeneration, str]] = [
-    (sampling(temperature=-0.1), "sampling.temperature"),
-    (sampling(temperature=100.5), "sampling.temperature"),
-    (sampling(temperature=NAN), "sampling.temperature"),
-    (sampling(temperature=INFINITY), "sampling.temperature"),
-    (sampling(temperature=-INFINITY), "sampling.temperature"),
-    (sampling(top_p=0.0), "sampling.top_p"),
-    (sampling(top_p=1.5), "sampling.top_p"),
-    (sampling(top_p=NAN), "sampling.top_p"),
-    (sampling(top_p=INFINITY), "sampling.top_p"),
-    (sampling(min_p=-0.5), "sampling.min_p"),
-    (sampling(min_p=1.5), "sampling.min_p"),
-    (sampling(min_p=NAN), "sampling.min_p"),
-    (sampling(typical_p=0.9), "sampling.typical_p"),
-    (sampling(typical_p=NAN), "sampling.typical_p"),
-    (sampling(frequency_penalty=0.5), "sampling.frequency_penalty"),
-    (sampling(frequency_penalty=NAN), "sampling.frequency_penalty"),
-    (sampling(presence_penalty=-0.5), "sampling.presence_penalty"),
-    (sampling(presence_penalty=INFINITY), "sampling.presence_penalty"),
-    (sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
-    (sampling(repetition_penalty=NAN), "sampling.repetition_penalty"),
-    (sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
-    (sampling(allowed_token_ids=TokenIds(ids=[5])), "sampling.allowed_token_ids"),
-    (sampling(allowed_token_ids=TokenIds()), "sampling.allowed_token_ids"),
-    (sampling(banned_token_ids=TokenIds(ids=[5])), "sampling.banned_token_ids"),
-    (sampling(bad_words=["x"]), "sampling.bad_words"),
-    (sampling(best_of=2), "sampling.best_of"),
-    (sampling(best_of=0), "sampling.best_of"),
-    (stop(max_tokens=0), "stop.max_tokens"),
-    (stop(min_tokens=1), "stop.min_tokens"),
-    (stop(strings=["x"] * 33), "stop.strings"),
-    (stop(strings=["good", "x" * 1025]), "stop.strings"),
-    (stop(strings=["good", "é" * 513]), "stop.strings"),
-    (stop(strings=[""]), "stop.strings"),
-    (stop(token_ids=[VOCAB_SIZE]), "stop.token_ids"),
-    (stop(token_ids=[2**32 - 1]), "stop.token_ids"),
-    (stop(token_ids=range(257)), "stop.token_ids"),
     (make_start("a", time_limit=Duration()), "time_limit"),
     (make_start("a", time_limit=Duration(seconds=-1)), "time_limit"),
     (make_start("a", time_limit=Duration(seconds=10**9)), "time_limit"),
@@ -128,12 +87,6 @@ BAD_FIELDS: list[tuple[StartGeneration, str]] = [
     (make_start("a", constraint=Constraint(regex="a*")), "constraint.regex"),
     (make_start("a", constraint=Constraint(grammar="root ::= x")), "constraint.grammar"),
     (make_start("a", constraint=Constraint(choice=Choice(options=["a"]))), "constraint.choice"),
-    (make_start("a", output=OutputOptions(logprobs=0)), "output.logprobs"),
-    (make_start("a", output=OutputOptions(prompt_logprobs=1)), "output.prompt_logprobs"),
-    (make_start("a", output=OutputOptions(echo=True)), "output.echo"),
-    (make_start("a", n=0), "n"),
-    (make_start("a", n=2), "n"),
-    (make_start("a", n=2**32 - 1), "n"),
     (make_start("a", priority=1), "priority"),
     (make_start("a", priority=-1), "priority"),
     (make_start("a", cache=CacheOptions(salt="x" * 257)), "cache.salt"),
@@ -198,21 +151,25 @@ async def test_each_bad_field_is_invalid_argument_to_its_sender_and_nobody_else(
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     start = make_start("\n", prompt=(VOCAB_SIZE,), n=3, time_limit=Duration())
-    start.sampling.CopyFrom(SamplingOptions(temperature=NAN, top_p=0.0, best_of=3))
+    start.sampling.CopyFrom(SamplingOptions(temperature=NAN, top_p=0.0, best_of=2, logit_bias={999: 1.0}))
     start.stop.CopyFrom(StopOptions(max_tokens=0, token_ids=[VOCAB_SIZE], strings=[""]))
+    start.output.logprobs = 65
+    start.priority = 1
     with pytest.raises(InvalidRequest) as refusal:
         parsed(start)
     assert {violation.field for violation in refusal.value.violations} == {
         "request_id",
         "token_ids",
-        "n",
+        "priority",
         "time_limit",
         "sampling.temperature",
         "sampling.top_p",
         "sampling.best_of",
+        "sampling.logit_bias",
         "stop.max_tokens",
         "stop.token_ids",
         "stop.strings",
+        "output.logprobs",
     }
 
 
@@ -238,17 +195,16 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     )
     start.stop.MergeFrom(StopOptions(min_tokens=0, include_stop=False))
     assert parsed(start).stop == StopConditions(max_tokens=8)
+    assert parsed(start).sampling == SamplingParams(temperature=0.0, seed=7)
 
 
 def test_fields_that_are_not_set_take_the_defaults() -> None:
     start = parsed(StartGeneration(request_id="a", text="x"))
     assert start.sampling == SamplingParams(seed=7)
     assert start.stop == StopConditions()
-    assert (start.output.wants_text, start.output.skip_special_tokens, start.wants_token_ids) == (
-        True,
-        True,
-        True,
-    )
+    assert start.output == OutputParams(wants_text=True, skip_special_tokens=True, is_echoed=False)
+    assert start.wants_token_ids
+    assert (start.n, start.best_of, start.bad_words) == (1, 1, ())
     assert start.time_limit_s is None
     assert (start.cache_salt, start.uses_prefix_cache) == ("", True)
 
@@ -259,26 +215,17 @@ def test_fields_that_are_set_arrive() -> None:
             request_id="a",
             token_ids=TokenIds(ids=[3, 4]),
             cache=CacheOptions(salt="pepper", bypass=True),
-            sampling=SamplingOptions(temperature=0.5, top_k=4, top_p=0.25, min_p=0.125, seed=2**64 - 1),
-            stop=StopOptions(
-                max_tokens=3, token_ids=[5, 5, 6], ignore_eos=True, strings=["x"], include_stop=True
-            ),
             time_limit=Duration(seconds=1, nanos=500_000_000),
-            output=OutputOptions(text=False, token_ids=False, skip_special_tokens=False),
+            output=OutputOptions(text=False, token_ids=False, skip_special_tokens=False, echo=True),
+            n=2,
         )
     )
     assert start.prompt == (3, 4)
-    assert start.sampling == SamplingParams(0.5, 4, 0.25, 0.125, 2**64 - 1)
-    assert start.stop == StopConditions(
-        3, frozenset({5, 6}), ignore_eos=True, strings=("x",), is_stop_included=True
-    )
     assert start.time_limit_s == 1.5
     assert (start.cache_salt, start.uses_prefix_cache) == ("pepper", False)
-    assert (start.output.wants_text, start.output.skip_special_tokens, start.wants_token_ids) == (
-        False,
-        False,
-        False,
-    )
+    assert start.output == OutputParams(wants_text=False, skip_special_tokens=False, is_echoed=True)
+    assert not start.wants_token_ids
+    assert (start.n, start.best_of) == (2, 2)
 
 
 def test_a_conversation_arrives_with_whole_numbers_whole() -> None:
@@ -308,9 +255,9 @@ def test_a_refusal_never_quotes_what_was_sent() -> None:
     starts: list[Callable[[], StartGeneration]] = [
         lambda: make_start(f"{secret}\n"),
         lambda: make_start("a", cache=CacheOptions(salt=secret * 100)),
-        lambda: stop(strings=[secret * 1000]),
+        lambda: make_start("a", stop=StopOptions(strings=[secret * 1000])),
         lambda: make_start("a", constraint=Constraint(regex=secret)),
-        lambda: sampling(bad_words=[secret]),
+        lambda: make_start("a", sampling=SamplingOptions(bad_words=[secret * 1000])),
         lambda: StartGeneration(request_id="a", text=secret * 10**6),
     ]
     for start in starts:
@@ -353,10 +300,14 @@ def test_every_reason_has_its_word_on_the_wire() -> None:
         assert finished_to_proto(event).reason != 0
 
 
-def test_a_delta_leaves_out_ids_that_were_not_asked_for() -> None:
-    event = TokenEvent(0, (1, 2), "ab")
-    assert list(delta_to_proto(event, wants_token_ids=True).token_ids) == [1, 2]
-    assert not delta_to_proto(event, wants_token_ids=False).token_ids
+def test_a_delta_leaves_out_what_was_not_asked_for() -> None:
+    event = TokenEvent(0, (1, 2), "ab", (logprobs_of(1, 0), logprobs_of(2, 0)))
+    with_ids = parsed(make_start("a", output=OutputOptions(logprobs=0)))
+    without = parsed(make_start("a", output=OutputOptions(token_ids=False)))
+    told = delta_to_proto(event, with_ids, FakeTokenizer())
+    assert list(told.token_ids) == [1, 2]
+    assert [entry.chosen.token_id for entry in told.logprobs] == [1, 2]
+    assert delta_to_proto(event, without, FakeTokenizer()) == Delta(text="ab")
 
 
 def test_a_step_tells_its_rows() -> None:

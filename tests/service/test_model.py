@@ -12,7 +12,6 @@ from headrace.v1.model_pb2 import (
     DetokenizeRequest,
     GetModelRequest,
     ListModelsRequest,
-    ScoreRequest,
     TokenizeRequest,
 )
 from tests.support.fake_runner import BOS, EOS, VOCAB_SIZE, make_fake_model
@@ -78,13 +77,6 @@ async def test_bad_fields_are_named() -> None:
                 await call
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert violated_fields(status_of(refusal.value)) == [field]
-
-
-async def test_scores_are_not_offered() -> None:
-    async with running_service() as service:
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await service.model.Score(ScoreRequest(text="x"))
-    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_while_loading_there_is_no_model_to_describe() -> None:

@@ -12,16 +12,16 @@ def test_an_empty_request_asks_for_nothing_special() -> None:
 
 
 def test_the_refusal_says_which_value_would_be_right() -> None:
-    (violation,) = unsupported_fields(StartGeneration(n=4))
-    assert violation.field == "n"
-    assert "leave it out or set it to 1" in violation.description
+    (violation,) = unsupported_fields(StartGeneration(priority=4))
+    assert violation.field == "priority"
+    assert "leave it out or set it to 0" in violation.description
 
 
 def test_looking_does_not_change_the_request() -> None:
     start = StartGeneration()
     list(unsupported_fields(start))
     assert start == StartGeneration()
-    assert not start.HasField("sampling")
+    assert not start.HasField("speculation")
 
 
 def test_unknown_fields_are_found_at_any_depth() -> None:

@@ -129,6 +129,9 @@ class FakeTokenizer:
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         return [{BOS: "<s>", EOS: "</s>"}.get(i) or f"<0x{i:02X}>" for i in token_ids]
 
+    def special_token_id(self, text: str) -> int | None:
+        return {"<s>": BOS, "</s>": EOS}.get(text)
+
     def render_chat(self, chat: Chat) -> str:
         if not self._has_chat_template:
             raise NoChatTemplate("the model has no chat template")

@@ -107,7 +107,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-likelihood of given text.
+        """Log-likelihood of given text. Takes its turn in the queue as generation does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,7 +27,7 @@ class ModelServiceStub:
     ApplyChatTemplate: _aio.UnaryUnaryMultiCallable[_model_pb2.ApplyChatTemplateRequest, _model_pb2.ApplyChatTemplateResponse]
     """Chat messages to the prompt that generation would use."""
     Score: _aio.UnaryUnaryMultiCallable[_model_pb2.ScoreRequest, _model_pb2.ScoreResponse]
-    """Log-likelihood of given text."""
+    """Log-likelihood of given text. Takes its turn in the queue as generation does."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """What is served, and its text side without generation."""
@@ -78,6 +78,6 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.ScoreRequest,
         context: _aio.ServicerContext[_model_pb2.ScoreRequest, _abc.Awaitable[_model_pb2.ScoreResponse]],
     ) -> _abc.Awaitable[_model_pb2.ScoreResponse]:
-        """Log-likelihood of given text."""
+        """Log-likelihood of given text. Takes its turn in the queue as generation does."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _aio.Server) -> None: ...

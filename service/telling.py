@@ -1,0 +1,156 @@
+"""From what the engine tells of a request to messages, and one line in the log when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import grpc
+from google.rpc import status_pb2
+
+from headrace.engine import FailureEvent, FinishEvent, OutputEvent, TokenEvent
+from headrace.service.admission import Admitted, Parsed, admit, encode
+from headrace.service.convert import delta_to_proto, finished_to_proto
+from headrace.service.logprobs import pieces
+from headrace.service.status import RpcFailure, failure_from
+from headrace.service.telemetry import log, places_of
+from headrace.v1 import generation_pb2
+
+RPC_ENDED = "CANCELLED/RPC_ENDED"
+
+
+@dataclass(slots=True)
+class Narrator:
+    """Numbers the events of one request and puts them in messages.
+
+    Args:
+        label: the client's.
+    """
+
+    label: str
+    _sequence: count[int] = field(default_factory=count)
+
+    def accepted(self, accepted: generation_pb2.Accepted) -> generation_pb2.GenerationEvent:
+        """The request is queued."""
+        return self._event(accepted=accepted)
+
+    def delta(self, index: int, delta: generation_pb2.Delta) -> generation_pb2.GenerationEvent:
+        """New output."""
+        return self._event(index, delta=delta)
+
+    def finished(self, index: int, finished: generation_pb2.Finished) -> generation_pb2.GenerationEvent:
+        """A sequence's normal end."""
+        return self._event(index, finished=finished)
+
+    def error(self, status: status_pb2.Status) -> generation_pb2.GenerationEvent:
+        """The request's failure."""
+        return self._event(error=status)
+
+    def _event(
+        self,
+        index: int = 0,
+        *,
+        accepted: generation_pb2.Accepted | None = None,
+        delta: generation_pb2.Delta | None = None,
+        finished: generation_pb2.Finished | None = None,
+        error: status_pb2.Status | None = None,
+    ) -> generation_pb2.GenerationEvent:
+        return generation_pb2.GenerationEvent(
+            request_id=self.label,
+            index=index,
+            sequence=next(self._sequence),
+            accepted=accepted,
+            delta=delta,
+            finished=finished,
+            error=error,
+        )
+
+
+class Teller:
+    """Tells one request's events as messages, in order, and logs its end."""
+
+    def __init__(self, parsed: Parsed) -> None:
+        self._parsed = parsed
+        self._narrator = Narrator(parsed.label)
+        self._ends: list[FinishEvent] = []
+
+    def accepted(self, admitted: Admitted) -> generation_pb2.GenerationEvent:
+        """The request is queued."""
+        return self._narrator.accepted(admitted.accepted)
+
+    def messages(self, event: OutputEvent) -> Iterator[generation_pb2.GenerationEvent]:
+        """What is to be said of `event`: nothing when nothing of it was asked for."""
+        match event:
+            case TokenEvent():
+                for piece in pieces(event):
+                    delta = delta_to_proto(piece, self._parsed.start, self._parsed.served.engine.tokenizer)
+                    if delta.ByteSize():
+                        yield self._narrator.delta(event.index, delta)
+            case FinishEvent():
+                yield self._finished(event)
+            case FailureEvent():
+                yield self.failed(failed(self._parsed, event.error))
+
+    def failed(self, failure: RpcFailure) -> generation_pb2.GenerationEvent:
+        """The request's failure, which has been logged."""
+        return self._narrator.error(failure.to_status())
+
+    def _finished(self, event: FinishEvent) -> generation_pb2.GenerationEvent:
+        stop = event.matched_stop
+        if isinstance(stop, int) and stop in self._parsed.special_stops:
+            event = replace(event, matched_stop=self._parsed.special_stops[stop])
+        self._ends.append(event)
+        if len(self._ends) == self._parsed.start.n:
+            outcomes = sorted({end.reason.name for end in self._ends})
+            made = sum(end.usage.num_completion_tokens for end in self._ends)
+            log_end(self._parsed, "+".join(outcomes), event.usage.num_prompt_tokens, made)
+        return self._narrator.finished(event.index, finished_to_proto(event))
+
+
+async def encode_and_admit(parsed: Parsed) -> Admitted:
+    """Encode and queue it.
+
+    Raises:
+        RpcFailure: what its sender is told; it has been logged.
+    """
+    try:
+        return admit(parsed, await encode(parsed))
+    except Exception as error:
+        raise failed(parsed, error) from error
+
+
+@contextmanager
+def ended_with_its_rpc(parsed: Parsed) -> Iterator[None]:
+    """However the block is left, the engine no longer works for this request."""
+    try:
+        yield
+    except (asyncio.CancelledError, GeneratorExit):
+        log_end(parsed, RPC_ENDED, 0, 0)
+        raise
+    finally:
+        parsed.served.engine.abort(parsed.request_id)
+
+
+def failed(parsed: Parsed, error: Exception) -> RpcFailure:
+    """What the sender is told of a failure, which is logged."""
+    failure = failure_from(error)
+    if failure.code is grpc.StatusCode.INTERNAL:
+        log.error("request fault", request=parsed.request_id, **places_of(error))
+    log_end(parsed, f"{failure.code.name}/{failure.reason}", 0, 0)
+    return failure
+
+
+def log_end(parsed: Parsed, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+    """One line for each request that came past its fields' check."""
+    log.info(
+        "request ended",
+        request=parsed.request_id,
+        outcome=outcome,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        duration_ms=round(1e3 * (time.monotonic() - parsed.arrival_s), 1),
+    )

@@ -1,0 +1,82 @@
+"""What can be wrong with parts that several requests have in common; each check takes O(size) at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from headrace.engine import FieldViolation, ModelInfo
+from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits, is_valid_request_id
+from headrace.v1 import generation_pb2
+
+
+def label_violations(label: str, *, needs_label: bool) -> Iterator[FieldViolation]:
+    """Name what is wrong with a client's request_id."""
+    if (label or needs_label) and not is_valid_request_id(label):
+        yield FieldViolation(
+            "request_id",
+            f"must be 1 to {MAX_REQUEST_ID_LEN} printable ASCII characters, got {len(label)} characters",
+        )
+
+
+def chat_violations(prompt: generation_pb2.ChatPrompt, limits: Limits) -> Iterator[FieldViolation]:
+    """Name what is wrong with a conversation."""
+    if prompt.ByteSize() > limits.max_text_bytes:
+        yield FieldViolation(
+            "chat", f"must be at most {limits.max_text_bytes} bytes, got {prompt.ByteSize()}"
+        )
+        return
+    if not 1 <= len(prompt.messages) <= limits.max_messages:
+        yield FieldViolation(
+            "chat.messages", f"must hold 1 to {limits.max_messages} messages, got {len(prompt.messages)}"
+        )
+        return
+    if len(prompt.tools) > limits.max_tools:
+        yield FieldViolation(
+            "chat.tools", f"must hold at most {limits.max_tools} tools, got {len(prompt.tools)}"
+        )
+    for i, message in enumerate(prompt.messages):
+        if not message.role:
+            yield FieldViolation(
+                f"chat.messages[{i}].role", "must not be empty: use system, user, assistant, …"
+            )
+
+
+def token_id_violations(field: str, token_ids: Iterable[int], model: ModelInfo) -> Iterator[FieldViolation]:
+    """Name the first id that the model does not have."""
+    foreign = next((token_id for token_id in token_ids if token_id >= model.vocab_size), None)
+    if foreign is not None:
+        yield FieldViolation(
+            field, f"must be from 0 to {model.vocab_size - 1}, the model's vocabulary, got {foreign}"
+        )
+
+
+def token_id_list_violations(
+    field: str, token_ids: Sequence[int], model: ModelInfo, most: int
+) -> Iterator[FieldViolation]:
+    """Name a list of ids that is too long, or the first id in it that the model does not have."""
+    if len(token_ids) > most:
+        yield FieldViolation(field, f"must hold at most {most} ids, got {len(token_ids)}")
+    else:
+        yield from token_id_violations(field, token_ids, model)
+
+
+def text_violations(field: str, text: str, limits: Limits) -> Iterator[FieldViolation]:
+    """Name a text that is too long."""
+    size = num_bytes(text)
+    if size > limits.max_text_bytes:
+        yield FieldViolation(field, f"must be at most {limits.max_text_bytes} bytes of UTF-8, got {size}")
+
+
+def text_list_violations(
+    field: str, texts: Sequence[str], most: int, most_bytes: int
+) -> Iterator[FieldViolation]:
+    """Name a list of texts that is too long, or a text in it that is empty or too long."""
+    if len(texts) > most:
+        yield FieldViolation(field, f"must hold at most {most} texts, got {len(texts)}")
+    elif not all(1 <= num_bytes(text) <= most_bytes for text in texts):
+        yield FieldViolation(field, f"each must be 1 to {most_bytes} bytes of UTF-8")
+
+
+def num_bytes(text: str) -> int:
+    """Its size in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
