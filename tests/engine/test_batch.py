@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -151,3 +153,31 @@ def test_metadata_names_its_length_with_this_steps_tokens() -> None:
     ).attention
 
     assert attention.seq_lens.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("first_position", "num_tokens", "num_prompt_tokens", "told"),
+    [
+        (0, 3, 3, [1, 2]),
+        (0, 3, 9, [1, 2, 3]),
+        (4, 3, 7, [1, 2]),
+        (4, 3, 5, []),
+        (4, 3, 2, []),
+        (0, 1, 1, []),
+    ],
+    ids=["whole prompt", "chunk", "last chunk", "last token and output", "output alone", "one token"],
+)
+def test_rows_that_tell_their_prompt_want_what_stands_before_each_of_its_tokens(
+    first_position: int, num_tokens: int, num_prompt_tokens: int, told: list[int]
+) -> None:
+    silent = make_row(0, 0, (9,), (1,))
+    telling = replace(
+        make_row(1, first_position, tuple(range(num_tokens)), (2, 3)),
+        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_logprobs=0,
+    )
+
+    batch = build_batch(StepPlan(0, (silent, telling, silent)), block_size=4)
+
+    assert batch.prompt_rows.tolist() == told
+    assert batch.logits_rows.tolist() == [0, num_tokens, num_tokens + 1]
