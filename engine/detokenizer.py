@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable
 
 from headrace.engine.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class IncrementalDetokenizer:
     """Turns ids into text as they come. What was handed out is never taken back.
 
     The joined deltas, `flush` included, equal the tokenizer's decode of all ids at once. A tail that ends
-    inside a character is held back until the character is whole, or until `flush`.
+    inside a character is held back until the character is whole, or until `flush`. So is a run of byte tokens
+    in a vocabulary that falls back to them: one wrong byte turns the whole run into U+FFFD.
 
     Args:
         tokenizer: the model's.
@@ -31,6 +34,7 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._num_told = 0
         self._told = ""
+        self._is_in_byte_run = False
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add ids, get the text that is certain now."""
@@ -38,7 +42,7 @@ class IncrementalDetokenizer:
         for token_id in token_ids:
             spelled = self._tokenizer.token_bytes(token_id, skip_special_tokens=self._skip_special_tokens)
             if spelled is None:
-                self._window.append(token_id)
+                self._take_into_window(token_id)
             else:
                 text += self._utf8.decode(spelled)
         return text + self._decode_window()
@@ -52,8 +56,14 @@ class IncrementalDetokenizer:
         self._utf8.reset()
         return held + delta
 
+    def _take_into_window(self, token_id: int) -> None:
+        self._window.append(token_id)
+        is_byte = _BYTE.fullmatch(self._tokenizer.spellings((token_id,))[0]) is not None
+        # A token that is left out stands between no two bytes: the run goes on behind it.
+        self._is_in_byte_run = is_byte or (self._is_in_byte_run and not self._decode([token_id]))
+
     def _decode_window(self) -> str:
-        if len(self._window) == self._num_told:
+        if len(self._window) == self._num_told or self._is_in_byte_run:
             return ""
         text = self._decode(self._window)
         if len(text) <= len(self._told) or text.endswith(_REPLACEMENT):

@@ -127,7 +127,8 @@ class FakeTokenizer:
         return _spell(token_id, skip_special_tokens=skip_special_tokens) if self._is_byte_level else None
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        return [{BOS: "<s>", EOS: "</s>"}.get(i) or f"<0x{i:02X}>" for i in token_ids]
+        byte = "<0x{:02X}>" if self._is_byte_level else "piece {}"
+        return [{BOS: "<s>", EOS: "</s>"}.get(i) or byte.format(i) for i in token_ids]
 
     def special_token_id(self, text: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(text)
