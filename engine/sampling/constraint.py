@@ -26,8 +26,8 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     """Any JSON object."""
     REGEX = "regex"
-    """A regular expression that the whole text matches: no look-around, no back references; ``\\d``, ``\\w`` and
-    ``\\s`` are of ASCII."""
+    """A regular expression that the whole text matches. It knows no look-around and no back reference; its
+    classes of digits, letters and space are those of ASCII."""
     GRAMMAR = "grammar"
     """A context-free grammar, in GBNF (its rules begin at ``root``) or in Lark (at ``start``)."""
     CHOICE = "choice"
