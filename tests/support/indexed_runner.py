@@ -38,15 +38,16 @@ class IndexedRunner(FakeRunner):
     """See above; `plans` keeps what it was given."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        rows = tuple(
-            replace(row, sampling=SamplingParams(seed=seed_of(row.index, row.sampling.seed)))
-            for row in plan.rows
-        )
+        rows = tuple(replace(row, sampling=SamplingParams(seed=_seed_of_row(row))) for row in plan.rows)
         result = super().execute(replace(plan, rows=rows))
         self.plans[-1] = plan
         return StepResult(
             tuple(_telling(row, outcome) for row, outcome in zip(plan.rows, result.rows, strict=True))
         )
+
+
+def _seed_of_row(row: ScheduledSequence) -> int:
+    return seed_of(row.index, 0 if row.sampling.is_greedy else row.sampling.seed)
 
 
 def _telling(row: ScheduledSequence, outcome: RowResult) -> RowResult:
