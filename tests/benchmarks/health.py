@@ -62,8 +62,9 @@ async def measure_server(server: ServerProcess, arguments: argparse.Namespace) -
     polling.cancel()
     cuts = statistics.quantiles(latencies_s, n=100)
     print(
-        f"{arguments.prompt_tokens} tokens prefilled in {prefill_s:.2f} s; {len(latencies_s)} checks meanwhile: "
-        f"p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms, longest {max(latencies_s) * 1e3:.1f} ms"
+        f"{arguments.prompt_tokens} tokens prefilled in {prefill_s:.2f} s; "
+        f"{len(latencies_s)} health checks meanwhile: p50 {cuts[49] * 1e3:.1f} ms, "
+        f"p99 {cuts[98] * 1e3:.1f} ms, longest {max(latencies_s) * 1e3:.1f} ms"
     )
 
 
