@@ -72,8 +72,9 @@ def read_logprobs(table_row: Sequence[float], num_top: int) -> TokenLogprobs | N
 def _likeliest(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """Two of (R, K): ids and logits of the highest logits, the lowest ids among equals at the border."""
     vocab_size = logits.shape[1]
-    values, token_ids = logits.topk(min(num_top + 1, vocab_size), dim=-1)
-    if 0 < num_top < vocab_size:
+    width = min(num_top + 1, vocab_size) if num_top else 0
+    values, token_ids = logits.topk(width, dim=-1)
+    if num_top < width:
         is_tied = values[:, num_top - 1] == values[:, num_top]
         if bool(is_tied.any()):
             which = torch.nonzero(is_tied).squeeze(1)
