@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.engine import (
     BatchingPolicy,
+    CompiledConstraint,
     EngineConfig,
     ModelConfig,
     OutputParams,
@@ -41,6 +42,7 @@ def make_request(
     best_of: int | None = None,
     isolation_key: str = "",
     uses_prefix_cache: bool = True,
+    constraint: CompiledConstraint | None = None,
 ) -> Request:
     """A request; prompts of different requests differ unless given."""
     number = next(_ids)
@@ -60,6 +62,7 @@ def make_request(
         best_of=n if best_of is None else best_of,
         isolation_key=isolation_key,
         uses_prefix_cache=uses_prefix_cache,
+        constraint=constraint,
     )
 
 
