@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.clients.events import Event as Event
     from headrace.clients.events import Finished as Finished
     from headrace.clients.events import FinishReason as FinishReason
+    from headrace.clients.events import Score as Score
     from headrace.clients.events import ServingStatus as ServingStatus
     from headrace.clients.events import TokenLogprob as TokenLogprob
     from headrace.clients.events import TokenLogprobs as TokenLogprobs
@@ -73,6 +74,7 @@ _HOME_OF = {
     "Event": "events",
     "FinishReason": "events",
     "Finished": "events",
+    "Score": "events",
     "ServingStatus": "events",
     "TokenLogprob": "events",
     "TokenLogprobs": "events",

@@ -11,8 +11,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from headrace.clients.connection import ConnectionOptions, open_channel, wait_until_connected
-from headrace.clients.convert import answer_from_proto, model_from_proto
-from headrace.clients.events import Answer, Model, RenderedChat, ServingStatus, Tokenization
+from headrace.clients.convert import answer_from_proto, model_from_proto, score_from_proto
+from headrace.clients.events import Answer, Model, RenderedChat, Score, ServingStatus, Tokenization
 from headrace.clients.generation import GenerateCall, Generation, RpcGeneration
 from headrace.clients.prompts import (
     Chat,
@@ -21,6 +21,7 @@ from headrace.clients.prompts import (
     RequestOptions,
     chat_message,
     extend_ids,
+    score_message,
     start_message,
 )
 from headrace.clients.retry import Attempts, RetryPolicy, call_with_retries
@@ -89,8 +90,9 @@ class InferenceClient:
 
         Args:
             prompt: raw text, token ids or chat messages.
-            timeout_s: longest time for the whole, retries included, seconds; past it `DeadlineExceeded` is
-            raised. options: see `RequestOptions`.
+            timeout_s: longest time for the whole, retries included, seconds; past it `DeadlineExceeded`
+                is raised.
+            options: see `RequestOptions`.
 
         Raises:
             InvalidArgument: an option does not fit its type.
@@ -106,7 +108,9 @@ class InferenceClient:
     async def generate_once(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[RequestOptions]
     ) -> Answer:
-        """The whole answer in one message. Arguments as for `generate`.
+        """The whole answer in one message: a completion for each of its `n` sequences.
+
+        Arguments as for `generate`.
 
         Raises:
             HeadraceError: the request failed; the class says why.
@@ -198,6 +202,29 @@ class InferenceClient:
             self._attempts(timeout_s),
         )
         return RenderedChat(response.text, tuple(response.token_ids))
+
+    async def score(
+        self,
+        text: str | Sequence[int],
+        *,
+        model: str = "",
+        num_context_tokens: int = 0,
+        logprobs: int = 0,
+        timeout_s: float | None = None,
+    ) -> Score:
+        """How likely the model finds a text.
+
+        Args:
+            text: raw text or token ids, at least two tokens; the first one is never scored.
+            num_context_tokens: how many of the first tokens are context only.
+            logprobs: tell this many likeliest tokens at each place.
+        """
+        stub = ModelServiceStub(self._opened())
+        request = score_message(text, model, num_context_tokens, logprobs)
+        response = await call_with_retries(
+            lambda remaining_s: stub.Score(request, timeout=remaining_s), self._attempts(timeout_s)
+        )
+        return score_from_proto(response)
 
     # ---- health ----
 

@@ -20,7 +20,8 @@ class ConnectionOptions:
             request may wait silently in a queue for minutes, so pings go on without data. Headrace's server
             allows one every 10 s; a proxy in between may want them rarer ("too many pings").
         keepalive_timeout_s: no answer for this long: the connection is dead, its calls fail with
-        `Unavailable`. max_message_bytes: longest message in either direction.
+            `Unavailable`.
+        max_message_bytes: longest message in either direction; Headrace's server has the same limit.
     """
 
     keepalive_time_s: float = 30.0

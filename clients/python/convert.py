@@ -66,6 +66,17 @@ def sampling_from_proto(message: generation_pb2.SamplingOptions) -> events.Sampl
         top_p=message.top_p if message.HasField("top_p") else 1.0,
         min_p=message.min_p,
         seed=message.seed if message.HasField("seed") else None,
+        typical_p=message.typical_p if message.HasField("typical_p") else 1.0,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=(
+            tuple(message.allowed_token_ids.ids) if message.HasField("allowed_token_ids") else None
+        ),
+        banned_token_ids=tuple(message.banned_token_ids.ids),
+        bad_words=tuple(message.bad_words),
+        best_of=message.best_of if message.HasField("best_of") else None,
     )
 
 
@@ -110,10 +121,16 @@ def answer_from_proto(message: generation_pb2.GenerateOnceResponse) -> events.An
                 finished=finished_from_proto(completion.finished, completion.index),
                 index=completion.index,
                 logprobs=tuple(map(logprobs_from_proto, completion.logprobs)),
+                prompt_logprobs=tuple(map(logprobs_from_proto, completion.prompt_logprobs)),
             )
             for completion in message.completions
         ),
     )
+
+
+def score_from_proto(message: model_pb2.ScoreResponse) -> events.Score:
+    """How likely a text is."""
+    return events.Score(message.log_likelihood, tuple(map(logprobs_from_proto, message.tokens)))
 
 
 def model_from_proto(message: model_pb2.Model) -> events.Model:

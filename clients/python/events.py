@@ -13,7 +13,7 @@ class FinishReason(StrEnum):
     UNSPECIFIED = "unspecified"
     """A reason that this client does not know yet."""
     STOP = "stop"
-    """An end id or a stop id."""
+    """An end id, a stop id or a stop text."""
     LENGTH = "length"
     """max_tokens, or the end of the context."""
     TIME_LIMIT = "time_limit"
@@ -23,13 +23,29 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; `seed` is None where the server draws one per request."""
+    """How tokens are drawn. The options of these names in `RequestOptions` say what each of them does.
+
+    Args:
+        seed: None where the server draws one per request.
+        logit_bias: (token id, what is added to its logit), by id.
+        allowed_token_ids: None where every token may be drawn.
+        best_of: how many sequences are made; None where nothing is said of a request.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int | None
+    typical_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    best_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +65,13 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was; rank 1 is the likeliest."""
+    """How likely the model itself found a token, before any sampling option.
+
+    Args:
+        logprob: natural logarithm of its probability.
+        rank: 1 is the likeliest; tokens of equal probability share the better rank.
+        text: the token alone, U+FFFD where its bytes are no whole character.
+    """
 
     token_id: int
     logprob: float
@@ -70,8 +92,10 @@ class Delta:
     """New output of one sequence. Several steps may be joined in one; nothing is dropped.
 
     Args:
-        logprobs: one per token, where they were asked for.
-        prompt_logprobs: in the first delta, where they were asked for.
+        index: which of the request's sequences.
+        logprobs: one per token made, where they were asked for; an echoed prompt has none.
+        prompt_logprobs: where they were asked for, one per token of the prompt but the first; they come with
+            index 0, before any token made.
     """
 
     text: str
@@ -142,13 +166,14 @@ Event = Accepted | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole sequence."""
+    """One whole sequence: what its deltas say together, and its end."""
 
     text: str
     token_ids: tuple[int, ...]
     finished: Finished
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +202,29 @@ class Answer:
     def finished(self) -> Finished:
         """How the first sequence ended."""
         return self.completions[0].finished
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """How likely each token of the first sequence was, where that was asked for."""
+        return self.completions[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """How likely each token of the prompt but the first was, where that was asked for."""
+        return self.completions[0].prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a model finds a text.
+
+    Args:
+        log_likelihood: sum of the logprobs of the scored tokens.
+        tokens: one per scored token; the last of them belongs to the last token of the text.
+    """
+
+    log_likelihood: float
+    tokens: tuple[TokenLogprobs, ...]
 
 
 class ServingStatus(StrEnum):

@@ -23,6 +23,9 @@ GenerateCall: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.Gener
 class Generation(ABC):
     """A request. Iterate over it, once: its events are `Accepted`, `Delta` ... `Finished`.
 
+    With `n` sequences there are `n` `Finished`, and the events of different sequences interleave: each
+    tells its `index`.
+
     Leaving the loop early, by `break`, an exception or cancellation of the task, cancels the request on the
     server. (`break` does so when the loop's iterator is dropped, which CPython does at once. `async with`
     is certain whoever still holds the iterator.)
@@ -103,7 +106,9 @@ class Generation(ABC):
 
 def _completion(deltas: list[Delta], finished: Finished) -> Completion:
     whole = Delta.joined(deltas) if deltas else Delta("", ())
-    return Completion(whole.text, whole.token_ids, finished, finished.index, whole.logprobs)
+    return Completion(
+        whole.text, whole.token_ids, finished, finished.index, whole.logprobs, whole.prompt_logprobs
+    )
 
 
 class EventOrder:

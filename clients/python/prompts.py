@@ -14,6 +14,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from headrace.clients.errors import InvalidArgument
 from headrace.v1 import generation_pb2 as pb
+from headrace.v1 import model_pb2
 
 JsonObject = Mapping[str, object]
 """A JSON object: strings to JSON values."""
@@ -75,28 +76,34 @@ class RequestOptions(TypedDict, total=False):
     Args:
         request_id: label, unique among the live requests of its stream; made when not given.
         model: name of a served model.
-        n: how many independent sequences to make from the prompt.
+        n: how many independent sequences to make from the prompt, 1 to 128.
         priority: higher goes first.
         time_limit_s: longest time from arrival to the end; past it the request ends normally.
         temperature: 0 is greedy; 0 to 100.
         top_k: keep the k likeliest tokens; 0 is off.
         top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest, [0, 1].
-        typical_p: keep tokens whose surprise is near the expected one, (0, 1].
+        typical_p: keep the smallest set of tokens whose information is nearest to the expected one and whose
+            probability reaches typical_p, (0, 1].
         seed: same seed, same tokens, whatever else the server runs.
-        frequency_penalty, presence_penalty, repetition_penalty: make what was said less likely.
-        logit_bias: added to the logit of each token id.
+        frequency_penalty: taken off a token's logit once for each time that it stands in the output, -2 to 2.
+        presence_penalty: taken off once if it stands in the output at all, -2 to 2.
+        repetition_penalty: divides a positive logit, multiplies a negative one, of each token in prompt or
+            output, (0, 10].
+        logit_bias: added to the logit of each token id, -100 to 100.
         allowed_token_ids, banned_token_ids: only these, none of these.
-        bad_words: texts that are never produced.
-        best_of: make this many sequences, return the `n` likeliest.
+        bad_words: texts that are never produced, as they are usually divided into tokens.
+        best_of: make this many sequences, tell the `n` of highest mean log-likelihood, the best first; then
+            nothing is told before all have ended.
         max_tokens: most tokens to make; as many as context and KV pool allow when not given.
         min_tokens: no end before this many.
-        stop: texts that end the sequence.
+        stop: texts that end the sequence; a special token's text does, too.
         stop_token_ids: ids that end the sequence, beside the model's own end ids.
         ignore_eos: do not stop at the model's end ids.
         include_stop: leave the matched stop in the output.
         wants_text, wants_token_ids: what deltas carry.
-        logprobs, prompt_logprobs: tell this many likeliest tokens at each place.
+        logprobs: tell how likely the model found each token made, and this many likeliest beside it, 0 to 64.
+        prompt_logprobs: the same for each token of the prompt but the first.
         echo: send the prompt as the beginning of the output.
         skip_special_tokens: leave special tokens out of the text.
         json_schema: the answer is JSON of this schema, itself given as JSON text.
@@ -210,6 +217,25 @@ def start_message(prompt: Prompt, options: RequestOptions, max_bytes: int) -> pb
             "prompt", f"makes a message of {start.ByteSize()} bytes: the connection takes up to {max_bytes}"
         )
     return start
+
+
+def score_message(
+    text: str | Sequence[int], model: str, num_context_tokens: int, logprobs: int
+) -> model_pb2.ScoreRequest:
+    """The protocol's message for a text to score.
+
+    Raises:
+        InvalidArgument: a value does not fit the protocol's type.
+    """
+    request = model_pb2.ScoreRequest(model=model)
+    if isinstance(text, str):
+        request.text = text
+    else:
+        request.token_ids.SetInParent()
+        extend_ids(request.token_ids.ids, text, "text")
+    _set(request, "num_context_tokens", num_context_tokens)
+    _set(request, "logprobs", logprobs)
+    return request
 
 
 def chat_message(chat: Chat) -> pb.ChatPrompt:

@@ -8,7 +8,7 @@ A script may wait for anything in between:
         await gate.wait()
         yield Fail(status_of(StatusCode.INTERNAL, "broken"))
 
-A script that ends by itself finishes the request with LENGTH.
+A script that ends by itself finishes with LENGTH whatever sequence is not finished yet.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class Accept:
 
 @dataclass(frozen=True)
 class Say:
-    """One token."""
+    """One token of one sequence; its logprobs, where they are asked for, are a function of its id."""
 
     text: str
     token_id: int = 7
+    index: int = 0
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The request ends normally."""
+    """One sequence ends normally."""
 
     reason: generation_pb2.FinishReason = generation_pb2.FINISH_REASON_STOP
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,18 +112,21 @@ def fails(code: grpc.StatusCode, message: str = "no", *details: Message) -> Scri
 
 
 async def echo(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
-    """The default script: the words of the prompt, over and over, `max_tokens` of them."""
+    """The default script: the words of the prompt, over and over, `max_tokens` of them.
+
+    Each sequence begins one word later than the one before it.
+    """
     words = (start.chat.messages[-1].content if start.HasField("chat") else start.text).split() or ["none"]
     num_tokens = start.stop.max_tokens or len(words)
     yield Accept(len(words))
     for position in range(num_tokens):
-        yield Say(f"{words[position % len(words)]} ", position)
+        for index in range(num_sequences(start)):
+            yield Say(f"{words[(position + index) % len(words)]} ", position, index)
         await asyncio.sleep(0)
-    yield Finish(
-        generation_pb2.FINISH_REASON_LENGTH
-        if start.stop.HasField("max_tokens")
-        else generation_pb2.FINISH_REASON_STOP
-    )
+    is_cut = start.stop.HasField("max_tokens")
+    reason = generation_pb2.FINISH_REASON_LENGTH if is_cut else generation_pb2.FINISH_REASON_STOP
+    for index in range(num_sequences(start)):
+        yield Finish(reason, index)
 
 
 class Gate:
@@ -154,51 +159,87 @@ class Gate:
         return script
 
 
+def num_sequences(start: generation_pb2.StartGeneration) -> int:
+    """How many sequences a request has."""
+    return start.n if start.HasField("n") else 1
+
+
+def logprobs_of(token_id: int, num_top: int) -> generation_pb2.TokenLogprobs:
+    """A token's logprobs: the smaller its id, the likelier it is."""
+
+    def entry(some_id: int) -> generation_pb2.TokenLogprob:
+        return generation_pb2.TokenLogprob(
+            token_id=some_id, logprob=-some_id / 4, rank=some_id + 1, text=f"#{some_id}"
+        )
+
+    return generation_pb2.TokenLogprobs(chosen=entry(token_id), top=[entry(i) for i in range(num_top)])
+
+
 async def events_of(
     script: Script, start: generation_pb2.StartGeneration
 ) -> AsyncIterator[generation_pb2.GenerationEvent | Fail]:
     """The numbered events that a script's steps are on the wire."""
-    sequence = num_prompt_tokens = num_tokens = 0
+    sequence = num_prompt_tokens = 0
+    open_ones = dict.fromkeys(range(num_sequences(start)), 0)
 
     def event(
+        index: int = 0,
         *,
         accepted: generation_pb2.Accepted | None = None,
         delta: generation_pb2.Delta | None = None,
         finished: generation_pb2.Finished | None = None,
     ) -> generation_pb2.GenerationEvent:
         return generation_pb2.GenerationEvent(
-            request_id=start.request_id, sequence=sequence, accepted=accepted, delta=delta, finished=finished
+            request_id=start.request_id,
+            index=index,
+            sequence=sequence,
+            accepted=accepted,
+            delta=delta,
+            finished=finished,
         )
 
-    def finish(reason: generation_pb2.FinishReason) -> generation_pb2.GenerationEvent:
-        usage = generation_pb2.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens)
+    def finish(index: int, reason: generation_pb2.FinishReason) -> generation_pb2.GenerationEvent:
+        usage = generation_pb2.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=open_ones.pop(index))
         timings = generation_pb2.Timings(time_to_first_token=Duration(nanos=5_000_000))
-        return event(finished=generation_pb2.Finished(reason=reason, usage=usage, timings=timings))
+        return event(index, finished=generation_pb2.Finished(reason=reason, usage=usage, timings=timings))
 
     async for step in script(start):
         match step:
             case Accept():
                 num_prompt_tokens = step.num_prompt_tokens
-                yield event(
-                    accepted=generation_pb2.Accepted(
-                        prompt_tokens=num_prompt_tokens,
-                        max_tokens=start.stop.max_tokens or 99,
-                        sampling=generation_pb2.SamplingOptions(
-                            temperature=start.sampling.temperature, top_p=1.0, seed=start.sampling.seed
-                        ),
-                        model="fake",
-                    )
-                )
+                yield event(accepted=_accepted(start, num_prompt_tokens))
             case Say():
-                num_tokens += 1
-                yield event(delta=generation_pb2.Delta(text=step.text, token_ids=[step.token_id]))
+                is_first = step.index == 0 and open_ones[0] == 0
+                open_ones[step.index] += 1
+                yield event(step.index, delta=_delta(start, step, num_prompt_tokens if is_first else 0))
             case Finish():
-                yield finish(step.reason)
-                return
+                yield finish(step.index, step.reason)
             case Fail():
                 yield step
                 return
             case Skip():
                 pass
         sequence += 1
-    yield finish(generation_pb2.FINISH_REASON_LENGTH)
+    for index in list(open_ones):
+        yield finish(index, generation_pb2.FINISH_REASON_LENGTH)
+        sequence += 1
+
+
+def _accepted(start: generation_pb2.StartGeneration, num_prompt_tokens: int) -> generation_pb2.Accepted:
+    accepted = generation_pb2.Accepted(
+        prompt_tokens=num_prompt_tokens, max_tokens=start.stop.max_tokens or 99, model="fake"
+    )
+    accepted.sampling.CopyFrom(generation_pb2.SamplingOptions(temperature=0.0, top_p=1.0, seed=0))
+    accepted.sampling.MergeFrom(start.sampling)
+    return accepted
+
+
+def _delta(start: generation_pb2.StartGeneration, step: Say, num_prompt_tokens: int) -> generation_pb2.Delta:
+    """What is said of a token; the prompt's logprobs come with the first."""
+    delta = generation_pb2.Delta(text=step.text, token_ids=[step.token_id])
+    if start.output.HasField("logprobs"):
+        delta.logprobs.append(logprobs_of(step.token_id, start.output.logprobs))
+    if start.output.HasField("prompt_logprobs"):
+        told = range(1, num_prompt_tokens)
+        delta.prompt_logprobs.extend(logprobs_of(i, start.output.prompt_logprobs) for i in told)
+    return delta

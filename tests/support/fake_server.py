@@ -19,7 +19,7 @@ from headrace.v1 import control_pb2, generation_pb2, model_pb2
 from headrace.v1.control_pb2_grpc import ControlServiceServicer, add_ControlServiceServicer_to_server
 from headrace.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from headrace.v1.model_pb2_grpc import ModelServiceServicer, add_ModelServiceServicer_to_server
-from tests.support.fake_scripts import Fail, Script, echo, events_of
+from tests.support.fake_scripts import Fail, Script, echo, events_of, logprobs_of, num_sequences
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -75,13 +75,15 @@ class FakeGeneration(GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         script = await self._begin(request.start)
         is_over = False
+        num_open = num_sequences(request.start)
         try:
             async for event in events_of(script, request.start):
                 if isinstance(event, Fail):
                     is_over = True
                     await context.abort_with_status(rpc_status_of(event.status))
                 else:
-                    is_over = event.HasField("finished")
+                    num_open -= event.HasField("finished")
+                    is_over = num_open == 0
                     yield generation_pb2.GenerateResponse(event=event)
         finally:
             if not is_over:
@@ -94,17 +96,21 @@ class FakeGeneration(GenerationServiceServicer):
     ) -> generation_pb2.GenerateOnceResponse:
         script = await self._begin(request.start)
         response = generation_pb2.GenerateOnceResponse(request_id=request.start.request_id)
-        completion = response.completions.add()
+        for index in range(num_sequences(request.start)):
+            response.completions.add(index=index)
         async for event in events_of(script, request.start):
             if isinstance(event, Fail):
                 await context.abort_with_status(rpc_status_of(event.status))
             elif event.HasField("accepted"):
                 response.accepted.CopyFrom(event.accepted)
             elif event.HasField("delta"):
+                completion = response.completions[event.index]
                 completion.text += event.delta.text
                 completion.token_ids.extend(event.delta.token_ids)
+                completion.logprobs.extend(event.delta.logprobs)
+                completion.prompt_logprobs.extend(event.delta.prompt_logprobs)
             else:
-                completion.finished.CopyFrom(event.finished)
+                response.completions[event.index].finished.CopyFrom(event.finished)
         return response
 
     async def Session(
@@ -169,10 +175,11 @@ class FakeGeneration(GenerationServiceServicer):
                     outbox.put_nowait(generation_pb2.SessionResponse(event=error))
         except asyncio.CancelledError:
             finished = generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_CANCELLED)
-            last = generation_pb2.GenerationEvent(
-                request_id=start.request_id, sequence=sequence, finished=finished
-            )
-            outbox.put_nowait(generation_pb2.SessionResponse(event=last))
+            for index in range(num_sequences(start)):
+                end = generation_pb2.GenerationEvent(
+                    request_id=start.request_id, index=index, sequence=sequence + index, finished=finished
+                )
+                outbox.put_nowait(generation_pb2.SessionResponse(event=end))
 
     def _note_later(self, request_id: str) -> None:
         # The caller is being cancelled, and the record's lock must be waited for.
@@ -244,7 +251,11 @@ class FakeModels(ModelServiceServicer):
         request: model_pb2.ScoreRequest,
         context: Context,
     ) -> model_pb2.ScoreResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "scoring is not in this build")
+        ids = list(request.token_ids.ids) or [ord(character) for character in request.text]
+        tokens = [logprobs_of(i, request.logprobs) for i in ids[max(1, request.num_context_tokens) :]]
+        return model_pb2.ScoreResponse(
+            log_likelihood=sum(entry.chosen.logprob for entry in tokens), tokens=tokens
+        )
 
 
 class FakeControl(ControlServiceServicer):
