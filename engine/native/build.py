@@ -39,14 +39,22 @@ _FLAGS = (
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 )
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mfma",
+    "-mprfchw",
+    "-mprefer-vector-width=512",
+)
 _VARIANT_FLAGS = {
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),
     "generic": (),
 }
-_VARIANT_SOURCES = ("attention.cpp", "tokens.cpp")
+_VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "tokens.cpp")
 _COMMON_SOURCES = ("api.cpp", "plan.cpp")
 _X86 = ("x86_64", "AMD64")
 

@@ -42,6 +42,16 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None,
         (c_void_p, c_int32, *(c_void_p, c_int64) * 3, c_int64, c_int64, c_int64, c_int32),
     ),
+    "can_multiply": (c_int32, (c_void_p, c_int32)),
+    "packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+    "pack": (None, (c_int32, c_void_p, c_int64, c_int64, c_void_p)),
+    "multiply": (
+        None,
+        (
+            *(c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+            *(c_void_p, c_int64, c_int64, c_int64, c_int32),
+        ),
+    ),
     "argmax": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32)),
 }
 

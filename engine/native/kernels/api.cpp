@@ -50,6 +50,9 @@ struct Scratch {
   size_t size = 0;
 };
 
+// Items per thread that a product is cut into: even where one core is slower.
+constexpr int64_t kRunsPerThread = 4;
+
 // Kept by each thread: fresh memory would be mapped and unmapped at each call.
 thread_local Scratch thread_scratch;
 
@@ -219,6 +222,54 @@ void headrace_argmax(const void* kernels, int32_t dtype, const void* in, int64_t
   share(num_rows, width, num_threads, [&](int64_t first, int64_t last) {
     static_cast<const Kernels*>(kernels)->argmax(DType(dtype), in, in_stride, width, out, first, last);
   });
+}
+
+int32_t headrace_can_multiply(const void* kernels, int32_t dtype) {
+  return static_cast<const Kernels*>(kernels)->can_multiply(DType(dtype));
+}
+
+// Number of bytes that packed weights take.
+int64_t headrace_packed_bytes(int32_t dtype, int64_t num_outputs, int64_t width) {
+  return (num_outputs + kPanel - 1) / kPanel * kPanel * width * (dtype == kFloat32 ? 4 : 2);
+}
+
+void headrace_pack(int32_t dtype, const void* weights, int64_t num_outputs, int64_t width, void* packed) {
+  // Units of four bytes; outputs that only fill the last panel are zero.
+  const int64_t num_units = dtype == kFloat32 ? width : width / 2;
+  const uint32_t* from = static_cast<const uint32_t*>(weights);
+  uint32_t* to = static_cast<uint32_t*>(packed);
+  for (int64_t first = 0; first < num_outputs; first += kPanel)
+    for (int64_t unit = 0; unit < num_units; ++unit)
+      for (int64_t output = first; output < first + kPanel; ++output)
+        *to++ = output < num_outputs ? from[output * num_units + unit] : 0;
+}
+
+void headrace_multiply(const void* kernels, int32_t dtype, int32_t is_out_fp32, const void* in, int64_t in_stride,
+                       const void* weights, const void* bias, const void* residual, int64_t residual_stride, void* out,
+                       int64_t num_rows, int64_t width, int64_t num_outputs, int32_t num_threads) {
+  const LinearCall call = {DType(dtype), is_out_fp32 != 0, in,  in_stride, static_cast<const float*>(weights), bias,
+                           residual,     residual_stride,  out, width,     num_outputs};
+  const auto multiply = static_cast<const Kernels*>(kernels)->multiply;
+  // So many rows stay in a core's cache while the weights pass by.
+  constexpr int64_t kCachedBytes = 384 * 1024;
+  const int64_t most_rows = std::max<int64_t>(48, kCachedBytes / (width * (dtype == kFloat32 ? 4 : 2)));
+  const int64_t num_blocks = (num_rows + most_rows - 1) / most_rows;
+  const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
+  const int64_t num_runs = std::max<int64_t>(1, std::min<int64_t>(num_panels, (kRunsPerThread * num_threads + num_blocks - 1) / num_blocks));
+  const int64_t num_items = num_blocks * num_runs;
+  int32_t next_item = 0;
+  const auto work = [&] {
+    for (;;) {
+      const int64_t item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
+      if (item >= num_items) return;
+      const int64_t block = item / num_runs, run = item % num_runs;
+      multiply(call, num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, num_panels * run / num_runs,
+               num_panels * (run + 1) / num_runs);
+    }
+  };
+  if (num_threads <= 1 || num_items == 1) return work();
+#pragma omp parallel num_threads(num_threads)
+  work();
 }
 
 #pragma GCC visibility pop

@@ -70,6 +70,23 @@ struct Rotation {
   int64_t num_heads, head_dim;
 };
 
+// Outputs of packed weights that lie together.
+constexpr int kPanel = 32;
+
+// out = in . weights^T [+ bias] [+ residual]. Strides are in elements, from row to row.
+struct LinearCall {
+  DType dtype;  // of all but `out`
+  bool is_out_fp32;
+  const void* in;  // (M, width)
+  int64_t in_stride;
+  const float* weights;  // packed
+  const void* bias;      // (num_outputs,) or null
+  const void* residual;  // (M, num_outputs) or null
+  int64_t residual_stride;
+  void* out;  // (M, num_outputs), contiguous
+  int64_t width, num_outputs;
+};
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -80,6 +97,8 @@ struct Kernels {
                    int64_t first, int64_t last);
   void (*gated_silu)(DType, const void* in, int64_t in_stride, void* out, int64_t width, int64_t first, int64_t last);
   void (*rotate)(DType, const Rotation&, int64_t first, int64_t last);
+  bool (*can_multiply)(DType);
+  void (*multiply)(const LinearCall&, int64_t first_row, int64_t last_row, int64_t first_panel, int64_t last_panel);
   void (*argmax)(DType, const void* in, int64_t in_stride, int64_t width, int64_t* out, int64_t first, int64_t last);
 };
 

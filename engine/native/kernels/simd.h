@@ -184,6 +184,7 @@ inline void store_first(T* p, F16 a, int n) {
 #endif
 
 inline void prefetch(const char* p) { __builtin_prefetch(p); }
+inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1); }
 // A load whose result nobody wants; unlike a prefetch it is never dropped.
 inline void touch(const char* p) {
   const char loaded = *static_cast<const volatile char*>(p);

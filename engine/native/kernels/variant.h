@@ -14,7 +14,11 @@
   void rotate(headrace::DType, const headrace::Rotation&, int64_t first, int64_t last);                          \
   void argmax(headrace::DType, const void* in, int64_t in_stride, int64_t width, int64_t* out, int64_t first,    \
               int64_t last);                                                                                     \
-  constexpr headrace::Kernels kernels = {#variant, attention_scratch, attend, rms_norm, gated_silu, rotate, argmax}; \
+  bool can_multiply(headrace::DType);                                                                            \
+  void multiply(const headrace::LinearCall&, int64_t first_row, int64_t last_row, int64_t first_panel,           \
+                int64_t last_panel);                                                                             \
+  constexpr headrace::Kernels kernels = {                                                                        \
+      #variant, attention_scratch, attend, rms_norm, gated_silu, rotate, can_multiply, multiply, argmax};        \
   }
 
 #if defined(HEADRACE_VARIANT)

@@ -1,0 +1,170 @@
+"""Linear layers whose weights are packed for the compiled kernels.
+
+A row's outputs are the same to the bit whatever rows it is computed with, unlike those of the usual libraries,
+which sum in another order for another number of rows.
+
+Letters: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+
+import torch
+from torch import Tensor
+
+from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 * 2**20
+_LINE_BYTES = 64
+
+
+class NativeLinears:
+    """Makes linear layers over one library; their weights lie in few large pages, which read faster."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def suits(self, weight: Tensor) -> bool:
+        """Whether the kernels take such a weight, and this processor has what makes them worth it.
+
+        Args:
+            weight: (N, K).
+        """
+        code = DTYPE_CODES.get(weight.dtype)
+        variant = self._library.variant
+        is_fast = variant == "avx512bf16" or (variant == "avx512" and weight.dtype is torch.float32)
+        return code is not None and is_fast and weight.shape[1] % 2 == 0 and weight.device.type == "cpu"
+
+    def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        """Pack a copy of a weight: the caller drops his own.
+
+        Args:
+            weight: (N, K), fp32 or bf16 on the CPU; K even.
+            bias: (N,), the same type.
+
+        Raises:
+            ValueError: the kernels don't take such a weight.
+        """
+        functions, kernels = self._library.functions, self._library.kernels
+        num_outputs, width = weight.shape
+        code = DTYPE_CODES.get(weight.dtype)
+        can_multiply = code is not None and functions.headrace_can_multiply(kernels, code)
+        if not can_multiply or weight.is_cuda or width % 2:
+            raise ValueError(
+                f"the kernels for {self._library.variant} take no {weight.dtype} weights of width {width}"
+            )
+        if bias is not None and (bias.dtype is not weight.dtype or bias.shape != (num_outputs,)):
+            raise ValueError(
+                f"the bias must be {weight.dtype} of {num_outputs}, not {bias.dtype} {bias.shape}"
+            )
+        packed = self._take(functions.headrace_packed_bytes(code, num_outputs, width))
+        source = weight.contiguous()
+        functions.headrace_pack(code, source.data_ptr(), num_outputs, width, packed.data_ptr())
+        return NativeLinear(self._library, packed, source.shape, weight.dtype, bias)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """Memory that begins with a cache line, so that no vector of the weights lies in two."""
+        padded = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        if self._chunk.shape[0] < padded:
+            self._chunk = _large_pages(max(padded, _CHUNK_BYTES))
+        taken, self._chunk = self._chunk[:num_bytes], self._chunk[padded:]
+        return taken
+
+
+def _large_pages(num_bytes: int) -> Tensor:
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            _log.debug("this kernel gives no large pages: %s", error)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class NativeLinear:
+    """``x @ weight.T + bias``; made by `NativeLinears`."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        packed: Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        bias: Tensor | None,
+    ) -> None:
+        self._kernels, self._code, self._dtype = library.kernels, DTYPE_CODES[dtype], dtype
+        self._num_outputs, self._width = shape
+        self._num_threads = torch.get_num_threads()
+        self._multiply = library.functions.headrace_multiply
+        self._packed, self._packed_place = packed, packed.data_ptr()
+        self._bias = None if bias is None else bias.contiguous()
+        self._bias_place = None if self._bias is None else self._bias.data_ptr()
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            inputs: (M, K), type of the weight, last axis contiguous.
+
+        Returns:
+            (M, N), type of the weight.
+        """
+        out = torch.empty((inputs.shape[0], self._num_outputs), dtype=self._dtype)
+        self._run(inputs, None, out)
+        return out
+
+    def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """Apply the layer and add what came before it; `residual` is left alone.
+
+        Args:
+            residual: (M, N), type of the weight, last axis contiguous.
+            inputs: (M, K).
+
+        Returns:
+            (M, N).
+        """
+        if residual.dtype is not self._dtype or residual.stride(1) != 1:
+            raise ValueError(f"the residual must be {self._dtype}, rows contiguous, not {residual.dtype}")
+        out = torch.empty((inputs.shape[0], self._num_outputs), dtype=self._dtype)
+        if residual.shape != out.shape:
+            raise ValueError(f"the residual must be {tuple(out.shape)}, not {tuple(residual.shape)}")
+        self._run(inputs, residual, out)
+        return out
+
+    def wide(self, inputs: Tensor) -> Tensor:
+        """Apply the layer without rounding its sums.
+
+        Returns:
+            (M, N), fp32.
+        """
+        out = torch.empty((inputs.shape[0], self._num_outputs), dtype=torch.float32)
+        self._run(inputs, None, out)
+        return out
+
+    def _run(self, inputs: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        if inputs.dtype is not self._dtype or inputs.shape[1] != self._width or inputs.stride(1) != 1:
+            raise ValueError(
+                f"inputs must be {self._dtype} of width {self._width}, rows contiguous, "
+                f"not {inputs.dtype} {tuple(inputs.shape)} strides {inputs.stride()}"
+            )
+        self._multiply(
+            self._kernels,
+            self._code,
+            out.dtype is torch.float32,
+            inputs.data_ptr(),
+            inputs.stride(0),
+            self._packed_place,
+            self._bias_place,
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            inputs.shape[0],
+            self._width,
+            self._num_outputs,
+            self._num_threads,
+        )
