@@ -83,9 +83,14 @@ def generate(
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
     min_p: opt.MinP = None,
+    typical_p: opt.TypicalP = None,
     frequency_penalty: opt.FrequencyPenalty = None,
     presence_penalty: opt.PresencePenalty = None,
     repetition_penalty: opt.RepetitionPenalty = None,
+    logit_bias: opt.LogitBias = None,
+    allow_token_id: opt.AllowedTokenIds = None,
+    ban_token_id: opt.BannedTokenIds = None,
+    bad_word: opt.BadWords = None,
     seed: opt.Seed = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,
@@ -98,15 +103,14 @@ def generate(
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="Fail when the answer is not complete by then."),
     ] = None,
-    special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Leave special tokens in the text.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the whole answer as one JSON object when it is finished.")
-    ] = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Tell token counts and times on standard error at the end.")
-    ] = False,
+    n: opt.NumSequences = None,
+    best_of: opt.BestOf = None,
+    logprobs: opt.Logprobs = None,
+    prompt_logprobs: opt.PromptLogprobs = None,
+    echo: opt.Echo = False,
+    special_tokens: opt.SpecialTokens = False,
+    as_json: opt.AsJson = False,
+    stats: opt.Stats = False,
 ) -> None:
     """Send one prompt and print the answer as it is made."""
     options = _given(
@@ -115,9 +119,14 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        typical_p=typical_p,
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
         repetition_penalty=repetition_penalty,
+        logit_bias=opt.biases(logit_bias),
+        allowed_token_ids=allow_token_id,
+        banned_token_ids=ban_token_id,
+        bad_words=bad_word,
         seed=seed,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -126,6 +135,11 @@ def generate(
         stop_token_ids=stop_token_id,
         ignore_eos=ignore_eos or None,
         time_limit_s=time_limit,
+        n=n,
+        best_of=best_of,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo or None,
         skip_special_tokens=False if special_tokens else None,
     )
     if chat is False and system is not None:
@@ -250,7 +264,9 @@ def main() -> None:
 
 def _given(**options: object) -> RequestOptions:
     """What was given, by the names of `RequestOptions`; the rest is the server's to decide."""
-    return cast("RequestOptions", {name: value for name, value in options.items() if value not in (None, [])})
+    return cast(
+        "RequestOptions", {name: value for name, value in options.items() if value not in (None, [], {})}
+    )
 
 
 def _run(work: Coroutine[object, object, Result]) -> Result:

@@ -8,6 +8,7 @@ import typer
 
 SAMPLING = "Sampling"
 STOPPING = "Stopping"
+OUTPUT = "Output"
 
 Target = Annotated[
     str, typer.Option("--target", "-t", metavar="HOST:PORT", help="Where the server listens; unix:/path too.")
@@ -44,23 +45,68 @@ MinP = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+TypicalP = Annotated[
+    float | None,
+    typer.Option(
+        "--typical-p",
+        help="Keep the tokens whose surprise is nearest to the expected one, up to this probability, "
+        "above 0 to 1.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 FrequencyPenalty = Annotated[
     float | None,
     typer.Option(
         "--frequency-penalty",
-        help="Make a token less likely, the more often it was said.",
+        help="Make a token less likely each time that it was said, -2 to 2.",
         rich_help_panel=SAMPLING,
     ),
 ]
 PresencePenalty = Annotated[
     float | None,
-    typer.Option("--presence-penalty", help="Make what was said less likely.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--presence-penalty", help="Make what was said less likely, -2 to 2.", rich_help_panel=SAMPLING
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         "--repetition-penalty",
-        help="Divide the logits of what was read or said by this; 1 is off.",
+        help="Make what was read or said less likely, above 0 to 10; 1 is off.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=BIAS",
+        help="Add to the logit of a token id, -100 to 100; may be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+AllowedTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--allow-token-id",
+        help="Token id that may be drawn, and no other; may be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+BannedTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--ban-token-id",
+        help="Token id that is never drawn; may be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+BadWords = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bad-word",
+        metavar="TEXT",
+        help="Text that is never produced; may be repeated.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -68,6 +114,53 @@ Seed = Annotated[
     int | None,
     typer.Option(
         "--seed", help="Same seed, same tokens. Drawn by the server otherwise.", rich_help_panel=SAMPLING
+    ),
+]
+NumSequences = Annotated[
+    int | None,
+    typer.Option("--n", help="Make this many answers, one printed after the other.", rich_help_panel=OUTPUT),
+]
+BestOf = Annotated[
+    int | None,
+    typer.Option("--best-of", help="Make this many answers and print the likeliest.", rich_help_panel=OUTPUT),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        metavar="K",
+        help="Print how likely each token was, and the K likeliest in its place, 0 to 64.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+PromptLogprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--prompt-logprobs",
+        metavar="K",
+        help="The same for each token of the prompt but the first.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Echo = Annotated[
+    bool, typer.Option("--echo", help="Begin each answer with the prompt.", rich_help_panel=OUTPUT)
+]
+SpecialTokens = Annotated[
+    bool,
+    typer.Option("--special-tokens", help="Leave special tokens in the text.", rich_help_panel=OUTPUT),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print everything as one JSON object when it is finished.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Stats = Annotated[
+    bool,
+    typer.Option(
+        "--stats", help="Tell token counts and times on standard error at the end.", rich_help_panel=OUTPUT
     ),
 ]
 MaxTokens = Annotated[
@@ -89,7 +182,7 @@ Stop = Annotated[
 ]
 IncludeStop = Annotated[
     bool,
-    typer.Option("--include-stop", help="Leave the stop text in the answer.", rich_help_panel=STOPPING),
+    typer.Option("--include-stop", help="Leave the matched stop in the answer.", rich_help_panel=STOPPING),
 ]
 MinTokens = Annotated[
     int | None,
@@ -108,3 +201,22 @@ TimeLimit = Annotated[
         rich_help_panel=STOPPING,
     ),
 ]
+
+
+def biases(given: list[str] | None) -> dict[int, float]:
+    """The values of `LogitBias`.
+
+    Raises:
+        typer.BadParameter: one of them is not of the form ID=BIAS.
+    """
+    biased: dict[int, float] = {}
+    for text in given or ():
+        token_id, equals, bias = text.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            biased[int(token_id)] = float(bias)
+        except ValueError:
+            message = f"{text!r} is not of the form ID=BIAS, such as 42=-1.5"
+            raise typer.BadParameter(message, param_hint="--logit-bias") from None
+    return biased

@@ -112,7 +112,7 @@ def _completion(deltas: list[Delta], finished: Finished) -> Completion:
 
 
 class EventOrder:
-    """Checks that the events of a request arrive whole: numbered without gaps, and finished at the end.
+    """Checks that the events of a request arrive whole: numbered without gaps, each sequence finished last.
 
     Args:
         num_sequences: how many of them have to finish.
@@ -120,13 +120,14 @@ class EventOrder:
 
     def __init__(self, request_id: str, num_sequences: int) -> None:
         self._request_id = request_id
-        self._num_unfinished = num_sequences
+        self._num_sequences = num_sequences
+        self._finished: set[int] = set()
         self._next = 0
 
     @property
     def is_finished(self) -> bool:
         """Whether every sequence has finished."""
-        return self._num_unfinished <= 0
+        return len(self._finished) >= self._num_sequences
 
     def take(self, message: pb.GenerationEvent) -> Event:
         """The value of the next event.
@@ -139,10 +140,15 @@ class EventOrder:
                 f"request {self._request_id!r}: event {message.sequence} came where {self._next} was due"
                 + (", after the end" if self.is_finished else "")
             )
+        if message.index >= self._num_sequences or message.index in self._finished:
+            raise ProtocolError(
+                f"request {self._request_id!r}: event {message.sequence} is of sequence {message.index}, "
+                "which is none of its own or has ended"
+            )
         self._next += 1
         event = event_from_proto(message)
         if isinstance(event, Finished):
-            self._num_unfinished -= 1
+            self._finished.add(event.index)
         return event
 
 

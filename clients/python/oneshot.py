@@ -1,15 +1,17 @@
-"""One prompt, one answer on standard output: `headrace generate`."""
+"""One prompt, its answer on standard output: `headrace generate`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from headrace.clients.client import InferenceClient
 from headrace.clients.errors import NotFound
-from headrace.clients.events import Accepted, Answer, Delta, Finished
+from headrace.clients.events import Accepted, Answer, Completion, Delta, Finished, TokenLogprob, TokenLogprobs
 from headrace.clients.prompts import ChatMessage, Prompt, RequestOptions
 
 
@@ -44,21 +46,40 @@ async def ask(target: str, question: Question, *, as_json: bool, with_stats: boo
 
 
 def answer_as_json(answer: Answer) -> dict[str, object]:
-    """The object that `--json` prints."""
-    finished = answer.finished
-    return {
+    """The object that `--json` prints: its first sequence, and all of them where there are several."""
+    told: dict[str, object] = {
         "request_id": answer.request_id,
         "model": answer.accepted.model,
-        "text": answer.text,
-        "token_ids": list(answer.token_ids),
-        "finish_reason": finished.reason.value,
-        "matched_stop": finished.matched_stop,
+        **_completion_as_json(answer.completions[0]),
         "max_tokens": answer.accepted.max_tokens,
         "sampling": asdict(answer.accepted.sampling),
+    }
+    if len(answer.completions) > 1:
+        told["completions"] = [
+            {"index": completion.index, **_completion_as_json(completion)}
+            for completion in answer.completions
+        ]
+    return told
+
+
+def _completion_as_json(completion: Completion) -> dict[str, object]:
+    finished = completion.finished
+    told: dict[str, object] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": finished.reason.value,
+        "matched_stop": finished.matched_stop,
         "usage": asdict(finished.usage),
         "timings": asdict(finished.timings),
         "num_preemptions": finished.num_preemptions,
     }
+    for name, entries in (
+        ("logprobs", completion.logprobs),
+        ("prompt_logprobs", completion.prompt_logprobs),
+    ):
+        if entries:
+            told[name] = [{**asdict(entry.chosen), "top": [*map(asdict, entry.top)]} for entry in entries]
+    return told
 
 
 async def _prompt(client: InferenceClient, question: Question) -> Prompt:
@@ -83,19 +104,78 @@ async def _has_chat_template(client: InferenceClient, name: str | None) -> bool:
 async def _stream(client: InferenceClient, prompt: Prompt, question: Question, with_stats: bool) -> None:
     started_s = time.monotonic()
     accepted: Accepted | None = None
-    last = ""
+
+    def tell_stats(finished: Finished) -> None:
+        if with_stats:
+            print(_stats(accepted, finished, time.monotonic() - started_s), file=sys.stderr)
+
+    page = Page(question.options.get("n", 1), tell_stats)
     async for event in client.generate(prompt, timeout_s=question.timeout_s, **question.options):
-        match event:
-            case Accepted():
-                accepted = event
-            case Delta(text=text):
-                last = text or last
-                print(text, end="", flush=True)
-            case Finished():
-                if not last.endswith("\n"):
-                    print(flush=True)
-                if with_stats:
-                    print(_stats(accepted, event, time.monotonic() - started_s), file=sys.stderr)
+        if isinstance(event, Accepted):
+            accepted = event
+        else:
+            page.add(event)
+
+
+class Page:
+    """Prints sequences one after the other: one is printed as it is made, those behind it wait in memory.
+
+    Args:
+        num_sequences: how many there are; each of several has a heading.
+        on_end: called when a sequence has been printed.
+    """
+
+    def __init__(self, num_sequences: int, on_end: Callable[[Finished], None]) -> None:
+        self._on_end = on_end
+        self._num_sequences = num_sequences
+        self._waiting: defaultdict[int, deque[Delta | Finished]] = defaultdict(deque)
+        self._num_printed = 0
+        self._is_begun = False
+        self._last = ""
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    def add(self, event: Delta | Finished) -> None:
+        """Print what can be printed now."""
+        self._waiting[event.index].append(event)
+        while ready := self._waiting[self._num_printed]:
+            self._print(ready.popleft())
+
+    def _print(self, event: Delta | Finished) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            if self._num_sequences > 1:
+                print(f"--- {self._num_printed + 1} of {self._num_sequences} ---", flush=True)
+        if isinstance(event, Delta):
+            print(event.text, end="", flush=True)
+            self._last = event.text or self._last
+            self._logprobs += event.logprobs
+            self._prompt_logprobs += event.prompt_logprobs
+            return
+        if not self._last.endswith("\n"):
+            print(flush=True)
+        for name, entries in (("prompt", self._prompt_logprobs), ("answer", self._logprobs)):
+            if entries:
+                print("\n".join(_table(name, entries)), flush=True)
+        self._on_end(event)
+        self._num_printed += 1
+        self._is_begun, self._last, self._logprobs, self._prompt_logprobs = False, "", [], []
+
+
+def _table(name: str, entries: Sequence[TokenLogprobs]) -> list[str]:
+    """Lines that say how likely the tokens of prompt or answer were."""
+    tokens = [_quoted(entry.chosen) for entry in entries]
+    width = max(map(len, [name, *tokens]))
+    lines = [f"{name:{width}}  {'logprob':>8}  {'rank':>6}" + ("  likeliest" if entries[0].top else "")]
+    for token, entry in zip(tokens, entries, strict=True):
+        line = f"{token:{width}}  {entry.chosen.logprob:8.3f}  {entry.chosen.rank:6}"
+        top = ", ".join(f"{_quoted(likely)} {likely.logprob:.3f}" for likely in entry.top)
+        lines.append(f"{line}  {top}" if top else line)
+    return lines
+
+
+def _quoted(entry: TokenLogprob) -> str:
+    return json.dumps(entry.text, ensure_ascii=False)
 
 
 def _stats(accepted: Accepted | None, finished: Finished, elapsed_s: float) -> str:

@@ -116,6 +116,9 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
         everything = (
             "--max-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.75 --min-p 0.25 --seed 18446744073709551615"
             " --frequency-penalty 0.5 --presence-penalty -0.5 --repetition-penalty 1.5 --min-tokens 1"
+            " --typical-p 0.5 --logit-bias 5=-1.5 --logit-bias 7=2 --allow-token-id 5 --allow-token-id 7"
+            " --ban-token-id 9 --bad-word foo --bad-word bar --n 2 --best-of 3 --logprobs 0"
+            " --prompt-logprobs 2 --echo"
             " --stop END --stop FIN --include-stop --stop-token-id 4 --stop-token-id 5 --ignore-eos"
             " --time-limit 2.5 --special-tokens --model fake"
         )
@@ -136,6 +139,12 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
             presence_penalty=-0.5,
             repetition_penalty=1.5,
             seed=2**64 - 1,
+            typical_p=0.5,
+            logit_bias={5: -1.5, 7: 2.0},
+            allowed_token_ids=generation_pb2.TokenIds(ids=[5, 7]),
+            banned_token_ids=generation_pb2.TokenIds(ids=[9]),
+            bad_words=["foo", "bar"],
+            best_of=3,
         ),
         stop=generation_pb2.StopOptions(
             max_tokens=5,
@@ -145,7 +154,10 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
             token_ids=[4, 5],
             ignore_eos=True,
         ),
-        output=generation_pb2.OutputOptions(skip_special_tokens=False),
+        output=generation_pb2.OutputOptions(
+            skip_special_tokens=False, logprobs=0, prompt_logprobs=2, echo=True
+        ),
+        n=2,
     )
     expected.time_limit.FromMilliseconds(2500)
     assert all_given == expected
@@ -164,6 +176,45 @@ async def test_generate_as_json_is_one_object() -> None:
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("to be ", [0, 1], "stop")
     assert answer["sampling"]["seed"] == 7
     assert answer["usage"]["num_completion_tokens"] == 2
+
+
+async def test_several_answers_are_printed_one_after_the_other() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace("generate", "to be or", "-t", server.target, "--n", "3", "--stats")
+    assert outcome.out == (
+        "--- 1 of 3 ---\nto be or \n--- 2 of 3 ---\nbe or to \n--- 3 of 3 ---\nor to be \n"
+    )
+    assert outcome.err.count("3 prompt tokens, 3 tokens in") == 3
+
+
+async def test_several_answers_are_one_json_object() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace(
+            "generate", "to be", "-t", server.target, "--json", "--n", "2", "--logprobs", "1"
+        )
+    answer = json.loads(outcome.out)
+    assert answer["text"] == "to be "
+    assert [completion["text"] for completion in answer["completions"]] == ["to be ", "be to "]
+    assert [completion["index"] for completion in answer["completions"]] == [0, 1]
+    first, second = answer["completions"][1]["logprobs"]
+    assert (first["token_id"], first["logprob"], second["rank"]) == (0, 0.0, 2)
+    assert [top["text"] for top in second["top"]] == ["#0"]
+
+
+async def test_logprobs_are_a_table_below_the_answer() -> None:
+    async with running_fake_server() as server:
+        outcome = await run_headrace(
+            "generate", "to be", "-t", server.target, "--logprobs", "1", "--prompt-logprobs", "0"
+        )
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert lines == [
+        ["to", "be"],
+        ["prompt", "logprob", "rank"],
+        ['"#1"', "-0.250", "2"],
+        ["answer", "logprob", "rank", "likeliest"],
+        ['"#0"', "0.000", "1", '"#0"', "0.000"],
+        ['"#1"', "-0.250", "2", '"#0"', "0.000"],
+    ]
 
 
 async def test_generate_tells_figures_on_standard_error_when_asked() -> None:
@@ -198,6 +249,9 @@ async def test_a_servers_fault_is_one_line_and_another_status() -> None:
         (("generate", "hi", "--raw", "--seed", "-1"), "sampling.seed"),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs a chat"),
         (("generate", "hi", "--max-tokens", "many"), "valid integer"),
+        (("generate", "hi", "--logit-bias", "5"), "'5' is not of the form ID=BIAS"),
+        (("generate", "hi", "--logit-bias", "x=1"), "--logit-bias"),
+        (("generate", "hi", "--raw", "--logit-bias", "-5=1"), "sampling.logit_bias"),
         (("generate",), "Missing argument"),
         (("generate", "hi", "--modle", "x"), "--modle"),
         (("nonsense",), "nonsense"),

@@ -14,6 +14,7 @@ from headrace.clients import (
     ServingStatus,
     Unavailable,
 )
+from headrace.clients.events import Sampling
 from tests.support.fake_server import running_fake_server
 
 
@@ -35,6 +36,60 @@ async def test_text_becomes_ids_and_ids_become_text() -> None:
         assert await client.detokenize(plain.token_ids) == "hé"
         with pytest.raises(InvalidArgument):
             await client.detokenize([-1])
+
+
+async def test_a_text_is_scored_by_its_characters_or_its_ids() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        by_text = await client.score("abc")
+        by_ids = await client.score([97, 98, 99], num_context_tokens=2, logprobs=2, model="fake")
+        with pytest.raises(InvalidArgument) as caught:
+            await client.score([97, -1])
+        with pytest.raises(InvalidArgument):
+            await client.score("abc", logprobs=-1)
+    assert [entry.chosen.token_id for entry in by_text.tokens] == [98, 99]
+    assert by_text.log_likelihood == (-98 - 99) / 4
+    assert [entry.chosen.token_id for entry in by_ids.tokens] == [99]
+    assert [top.token_id for top in by_ids.tokens[0].top] == [0, 1]
+    assert caught.value.violations[0].field == "text"
+
+
+async def test_accepted_tells_every_sampling_value() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        answer = await client.generate_once(
+            "hello",
+            temperature=0.5,
+            top_k=3,
+            top_p=0.75,
+            min_p=0.25,
+            typical_p=0.5,
+            seed=9,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={7: 1.5, 5: -1.0},
+            allowed_token_ids=[1, 2],
+            banned_token_ids=[3],
+            bad_words=["x"],
+            best_of=1,
+        )
+        plain = await client.generate_once("hello")
+    assert answer.accepted.sampling == Sampling(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.75,
+        min_p=0.25,
+        seed=9,
+        typical_p=0.5,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias=((5, -1.0), (7, 1.5)),
+        allowed_token_ids=(1, 2),
+        banned_token_ids=(3,),
+        bad_words=("x",),
+        best_of=1,
+    )
+    assert plain.accepted.sampling == Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @pytest.mark.parametrize("wrap", [Chat, list], ids=["Chat", "messages"])

@@ -22,9 +22,13 @@ from headrace.clients import (
     InvalidArgument,
     Overloaded,
     ProtocolError,
+    RequestOptions,
     RetryPolicy,
+    TokenLogprob,
+    TokenLogprobs,
     Unavailable,
 )
+from headrace.clients.generation import EventOrder
 from headrace.v1 import generation_pb2
 from tests.support.fake_scripts import (
     Accept,
@@ -95,6 +99,60 @@ async def test_the_whole_answer_is_the_same_streamed_and_at_once() -> None:
     assert streamed.text == "to be or to be "
     assert streamed.token_ids == (0, 1, 2, 3, 4)
     assert streamed.finished.reason is FinishReason.LENGTH
+
+
+OPTIONS: list[RequestOptions] = [
+    {"request_id": "r", "n": 3},
+    {"request_id": "r", "n": 2, "logprobs": 2, "prompt_logprobs": 1},
+    {"request_id": "r", "logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+async def test_several_sequences_and_logprobs_are_the_same_streamed_at_once_and_in_a_session(
+    options: RequestOptions,
+) -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        at_once = await client.generate_once("to be or", **options)
+        assert await client.generate("to be or", **options).answer() == at_once
+        async with client.session() as session:
+            assert await session.generate("to be or", **options).answer() == at_once
+    texts = ["to be or ", "be or to ", "or to be "]
+    assert [completion.text for completion in at_once.completions] == texts[: options.get("n", 1)]
+    assert [completion.index for completion in at_once.completions] == list(range(options.get("n", 1)))
+    for completion in at_once.completions:
+        told = [entry.chosen.token_id for entry in completion.logprobs]
+        assert told == ([0, 1, 2] if "logprobs" in options else [])
+    told = [entry.chosen.token_id for entry in at_once.prompt_logprobs]
+    assert told == ([1, 2] if "prompt_logprobs" in options else [])
+
+
+async def test_a_logprob_says_which_token_how_likely_and_what_was_likelier() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        answer = await client.generate_once("to be", logprobs=1)
+    assert answer.logprobs[1] == TokenLogprobs(
+        chosen=TokenLogprob(1, -0.25, 2, "#1"), top=(TokenLogprob(0, 0.0, 1, "#0"),)
+    )
+
+
+async def test_events_of_different_sequences_interleave_and_tell_their_index() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        events = [event async for event in client.generate("to be", n=2)]
+    assert [event.index for event in events if isinstance(event, Delta)] == [0, 1, 0, 1]
+    assert [event.index for event in events if isinstance(event, Finished)] == [0, 1]
+
+
+@pytest.mark.parametrize("indexes", [(2,), (0, 0), (1, 0, 1)], ids=str)
+def test_an_end_of_a_sequence_that_can_have_none_is_noticed(indexes: tuple[int, ...]) -> None:
+    order = EventOrder("r", num_sequences=2)
+    *before, last = [
+        generation_pb2.GenerationEvent(index=index, sequence=i, finished=generation_pb2.Finished())
+        for i, index in enumerate(indexes)
+    ]
+    for message in before:
+        order.take(message)
+    with pytest.raises(ProtocolError):
+        order.take(last)
 
 
 async def test_breaking_out_of_the_loop_cancels_the_request_though_it_is_still_referred_to() -> None:
