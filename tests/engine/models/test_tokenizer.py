@@ -127,6 +127,13 @@ def test_ids_without_a_spelling_and_skipped_special_tokens_have_no_bytes() -> No
     assert tokenizer.token_bytes(IM_END_ID, skip_special_tokens=False) == b"<|im_end|>"
 
 
+def test_a_special_tokens_text_is_told_from_any_other() -> None:
+    tokenizer = byte_level()
+    assert tokenizer.special_token_id("<|im_end|>") == IM_END_ID
+    for text in ("", "<|im_end|", " <|im_end|>", "a", "<|im_end|><|im_end|>"):
+        assert tokenizer.special_token_id(text) is None
+
+
 def test_other_vocabularies_say_that_their_bytes_are_not_known() -> None:
     words = Tokenizer(models.WordLevel({"mill": 0, "pond": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
