@@ -107,7 +107,7 @@ class Decoder:
         """
         if hidden.shape[0] == 0:
             return torch.empty((0, self._spec.vocab_size), dtype=torch.float32, device=self.device)
-        logits = self._head(hidden).float()
+        logits = self._head.wide(hidden)
         if self._spec.logits_divisor != 1.0:
             logits = logits.div_(self._spec.logits_divisor)
         cap = self._spec.logits_soft_cap

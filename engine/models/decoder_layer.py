@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionSpec, AttentionStep
 from headrace.engine.models.layers import LayerNorm, Linear, Norm, RmsNorm, make_linear
 from headrace.engine.models.mlp import GATES, GatedMlp, MixtureOfExperts
-from headrace.engine.models.rope import order_of_coordinates, rotate
+from headrace.engine.models.rope import order_of_coordinates, rotate_given
 from headrace.engine.models.spec import DecoderSpec, ExpertsSpec, HeadNorm, NormKind, NormSpec, layer_prefix
 
 Rotary = Sequence[tuple[Tensor, Tensor]]
@@ -72,7 +72,7 @@ class DecoderLayer:
         if self._head_norms is not None:
             compared = self._head_norms(compared)
         if self._rope is not None:
-            compared = rotate(compared, *rotary[self._rope])
+            compared = rotate_given(compared, *rotary[self._rope])
         attention.write_kv(self._index, compared[:, self._num_heads :], qkv[:, num_compared:])
         attended = attention.attend(self._index, compared[:, : self._num_heads], self._attention)
         return attended.reshape(num_tokens, -1)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engine.native.kit import native_kit
+
 _log = logging.getLogger(__name__)
 
 # The operators that torch's own compiler packs weights with: undocumented, so `can_prepack` tries them.
@@ -48,13 +50,31 @@ class Linear(Protocol):
         ...
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+class WideLinear(Linear, Protocol):
+    """A linear layer whose sums can be had as they are."""
+
+    def wide(self, inputs: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            inputs: (T, K).
+
+        Returns:
+            (T, N), fp32; not rounded to the weight's type where the layer can do without.
+        """
+        ...
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> WideLinear:
     """Lay a weight out for its device. A packed layer keeps a copy: the caller drops its own reference.
 
     Args:
         weight: (N, K), on the device and in the type that it is computed with.
         bias: (N,), the same.
     """
+    kit = native_kit()
+    if kit is not None and kit.linears.suits(weight):
+        return kit.linears.make(weight, bias)
     if weight.device.type == "cpu" and can_prepack(weight.dtype):
         return PrepackedLinear(weight, bias)
     return DenseLinear(weight, bias)
@@ -73,6 +93,10 @@ class DenseLinear:
     def add_to(self, residual: Tensor, inputs: Tensor) -> Tensor:
         """See `Linear`."""
         return F.linear(inputs, self._weight, self._bias).add_(residual)
+
+    def wide(self, inputs: Tensor) -> Tensor:
+        """See `WideLinear`."""
+        return self(inputs).float()
 
 
 class PrepackedLinear:
@@ -95,6 +119,10 @@ class PrepackedLinear:
             inputs, residual, self._weight, self._bias, "add"
         )
         return outputs
+
+    def wide(self, inputs: Tensor) -> Tensor:
+        """See `WideLinear`."""
+        return self(inputs).float()
 
 
 @cache
@@ -147,9 +175,12 @@ class RmsNorm:
         self._mean_factor = 1.0 / weight.shape[-1]
         # What was stored in a narrow type is a gain in that type; a sum with the offset is not.
         self._has_narrow_gain = weight.dim() == 1 and offset == 0.0
+        self._kit = native_kit() if weight.dim() == 1 and weight.device.type == "cpu" else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """See `Norm`."""
+        if self._kit is not None and hidden.dim() == 2 and self._kit.token_ops.takes(hidden):
+            return self._kit.token_ops.rms_norm(hidden, self._weight, self._eps)
         if hidden.is_cuda and self._has_narrow_gain:
             weight = self._weight.to(hidden.dtype)
             normed: Tensor = F.rms_norm(hidden, weight.shape, weight, self._eps)
@@ -193,6 +224,9 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     Returns:
         (T, N): ``silu(gate) * up``.
     """
+    kit = native_kit()
+    if kit is not None and kit.token_ops.takes(gate_up):
+        return kit.token_ops.gated_silu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.errors import ModelLoadError
+from headrace.engine.native.kit import native_kit
 
 
 class RopeKind(StrEnum):
@@ -167,6 +168,14 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     num_tokens, num_heads, head_dim = heads.shape
     halves = heads.view(num_tokens, num_heads, 2, head_dim // 2)
     return (halves * cosine).addcmul_(halves.flip(2), sine).view(num_tokens, num_heads, head_dim)
+
+
+def rotate_given(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Do the same to heads that the caller gives away: they are turned in place where that is faster."""
+    kit = native_kit()
+    if kit is not None and kit.token_ops.takes(heads):
+        return kit.token_ops.rotate_(heads, cosine, sine)
+    return rotate(heads, cosine, sine)
 
 
 def order_of_coordinates(spec: RopeSpec, head_dim: int) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed for the compiled kernels.
 
-A row's outputs are the same to the bit whatever rows it is computed with, unlike those of the usual libraries,
-which sum in another order for another number of rows.
+A row's outputs are the same to the bit whatever rows it is computed with, unlike those of the usual
+libraries, which sum in another order for another number of rows.
 
 Letters: M rows, K inputs, N outputs.
 """

@@ -17,7 +17,6 @@ class NativeTokenOps:
     def __init__(self, library: NativeLibrary) -> None:
         functions = library.functions
         self._kernels = library.kernels
-        self._num_threads = torch.get_num_threads()
         self._rms_norm = functions.headrace_rms_norm
         self._gated_silu = functions.headrace_gated_silu
         self._rotate = functions.headrace_rotate
@@ -47,7 +46,7 @@ class NativeTokenOps:
             out.data_ptr(),
             num_tokens,
             width,
-            self._num_threads,
+            torch.get_num_threads(),
         )
         return out
 
@@ -71,33 +70,35 @@ class NativeTokenOps:
             out.data_ptr(),
             num_tokens,
             width,
-            self._num_threads,
+            torch.get_num_threads(),
         )
         return out
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of a type, in a place and in a layout that the kernels know."""
+        return tensor.dtype in DTYPE_CODES and tensor.device.type == "cpu" and tensor.stride(-1) == 1
 
     def rotate_(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Turn each head by its token's position, in place; the two halves of the head are the coordinates.
 
         Args:
             heads: (T, H, D), the heads of a token side by side.
-            cosine, sine: (T, D / 2), dtype of `heads`, last axis contiguous.
+            cosine, sine: (T, 1, 2, D / 2), dtype of `heads`, last axis contiguous: what the two halves are
+                multiplied with, themselves and swapped. Of the sine's, the second half is read.
 
         Returns:
             `heads`.
         """
         num_tokens, num_heads, head_dim = heads.shape
-        if heads.stride(1) != head_dim or not heads.dtype == cosine.dtype == sine.dtype:
+        if (heads.stride(1) != head_dim and num_heads != 1) or not heads.dtype == cosine.dtype == sine.dtype:
             raise ValueError(
                 "heads of a token must lie side by side, in the type of the factors: "
                 f"{_say(heads)}, {_say(cosine)}"
             )
-        if (
-            not (num_tokens, head_dim // 2) == cosine.shape == sine.shape
-            or cosine.stride(1) * sine.stride(1) != 1
-        ):
-            raise ValueError(
-                f"factors must be (T, D / 2), rows contiguous, not {_say(cosine)} and {_say(sine)}"
-            )
+        if not (num_tokens, 1, 2, head_dim // 2) == cosine.shape == sine.shape:
+            raise ValueError(f"factors must be (T, 1, 2, D / 2), not {_say(cosine)} and {_say(sine)}")
+        if cosine.stride(3) * sine.stride(3) != 1:
+            raise ValueError(f"factors must have contiguous rows, not {_say(cosine)} and {_say(sine)}")
         self._rotate(
             self._kernels,
             _code(heads),
@@ -105,12 +106,12 @@ class NativeTokenOps:
             heads.stride(0),
             cosine.data_ptr(),
             cosine.stride(0),
-            sine.data_ptr(),
+            sine.data_ptr() + sine.stride(2) * sine.dtype.itemsize,
             sine.stride(0),
             num_tokens,
             num_heads,
             head_dim,
-            self._num_threads,
+            torch.get_num_threads(),
         )
         return heads
 
@@ -133,7 +134,7 @@ class NativeTokenOps:
             num_rows,
             width,
             out.data_ptr(),
-            self._num_threads,
+            torch.get_num_threads(),
         )
         return out
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.engine.models.rope import RopeKind, RopeSpec, RotaryTable, rope_frequencies, rotate
+from headrace.engine.models.rope import (
+    RopeKind,
+    RopeSpec,
+    RotaryTable,
+    rope_frequencies,
+    rotate,
+    rotate_given,
+)
 
 
 def table_of(spec: RopeSpec, head_dim: int, max_positions: int) -> RotaryTable:
@@ -91,3 +98,14 @@ def test_yarn_with_an_empty_ramp_stays_finite() -> None:
 )
 def test_the_longest_context_follows_from_the_scaling(spec: RopeSpec, longest: int) -> None:
     assert spec.longest_positions(1000) == longest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_are_given_away_are_turned_alike(dtype: torch.dtype) -> None:
+    table = RotaryTable(RopeSpec(), 16, 40, dtype=dtype, device=torch.device("cpu"))
+    heads = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    factors = table.rows(torch.tensor([0, 3, 39, 7, 7]))
+    expected = rotate(heads, *factors)
+    # In bfloat16 one of the two rounds after each step, the other at the end.
+    tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(rotate_given(heads, *factors), expected, atol=tolerance, rtol=tolerance)

@@ -63,15 +63,17 @@ def test_rotation(
     any_library: NativeLibrary, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     fused = numbers(num_tokens, num_heads + 2, head_dim, dtype=dtype)
-    angles = 3 * numbers(num_tokens, head_dim // 2, seed=1)
+    angles = 3 * numbers(num_tokens, 1, head_dim // 2, seed=1)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     left, right = fused[:, :num_heads].float().chunk(2, dim=-1)
-    wide_cosine, wide_sine = cosine.float()[:, None], sine.float()[:, None]
+    wide_cosine, wide_sine = cosine.float(), sine.float()
     expected = torch.cat(
         (left * wide_cosine - right * wide_sine, right * wide_cosine + left * wide_sine), dim=-1
     )
     untouched = fused[:, num_heads:].clone()
-    rotated = NativeTokenOps(any_library).rotate_(fused[:, :num_heads], cosine, sine)
+    rotated = NativeTokenOps(any_library).rotate_(
+        fused[:, :num_heads], torch.stack((cosine, cosine), dim=2), torch.stack((-sine, sine), dim=2)
+    )
     assert rotated.data_ptr() == fused.data_ptr()
     assert_close(rotated, expected)
     assert torch.equal(fused[:, num_heads:], untouched)
@@ -109,6 +111,9 @@ def test_what_the_kernels_cannot_take_is_refused(library: NativeLibrary) -> None
     with pytest.raises(ValueError, match="gain"):
         ops.rms_norm(numbers(2, 8), numbers(9), 1e-5)
     with pytest.raises(ValueError, match="side by side"):
-        ops.rotate_(numbers(2, 4, 8)[:, ::2], numbers(2, 4), numbers(2, 4))
+        ops.rotate_(numbers(2, 4, 8)[:, ::2], numbers(2, 1, 2, 4), numbers(2, 1, 2, 4))
     with pytest.raises(ValueError, match="factors"):
-        ops.rotate_(numbers(2, 4, 8), numbers(3, 4), numbers(3, 4))
+        ops.rotate_(numbers(2, 4, 8), numbers(3, 1, 2, 4), numbers(3, 1, 2, 4))
+    assert not ops.takes(numbers(2, 8).half())
+    assert not ops.takes(numbers(8, 2).T)
+    assert ops.takes(numbers(2, 8)[:, 4:])
