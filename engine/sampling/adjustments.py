@@ -46,16 +46,18 @@ def completed_bad_words(row: SampledRow) -> Iterator[int]:
 
 
 def _keep_within_constraint(logits: Tensor, rows: Sequence[SampledRow]) -> None:
-    constrained = [(i, row.allowed_bits) for i, row in enumerate(rows) if row.allowed_bits is not None]
-    if constrained:
-        vocab_size = logits.shape[1]
-        num_bytes = -(-vocab_size // 8)
-        packed = b"".join(bits.ljust(num_bytes, b"\0") for _, bits in constrained)
-        bits = np.frombuffer(packed, np.uint8).reshape(len(constrained), num_bytes)
-        allowed = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-        which = torch.tensor([i for i, _ in constrained], device=logits.device)
-        is_forbidden = torch.from_numpy(~allowed).to(logits.device, non_blocking=True)
-        logits[which] = logits[which].masked_fill_(is_forbidden, -math.inf)
+    if all(row.allowed_bits is None for row in rows):
+        return
+    vocab_size = logits.shape[1]
+    num_bytes = -(-vocab_size // 8)
+    packed = b"".join(
+        b"\xff" * num_bytes if row.allowed_bits is None else row.allowed_bits.ljust(num_bytes, b"\0")
+        for row in rows
+    )
+    # The bits travel to the device as they are; eight addends for each byte lie there.
+    places = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(logits.device, non_blocking=True)
+    masks = _addends_of_bytes(logits.device)[places.long()].view(len(rows), 8 * num_bytes)
+    logits += masks[:, :vocab_size]
 
 
 def _mask(logits: Tensor, rows: Sequence[SampledRow]) -> None:
@@ -143,6 +145,13 @@ def _to(array: NDArray[np.int64] | NDArray[np.float64], device: torch.device) ->
 
 
 # A request says the same at each of its steps: what it says is laid out once.
+
+
+@lru_cache(8)
+def _addends_of_bytes(device: torch.device) -> Tensor:
+    """(256, 8), fp32: 0 where the byte's bit is set, from the lowest, and -inf where it isn't."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits == 1, np.float32(0), np.float32(-math.inf))).to(device)
 
 
 @lru_cache(_NUM_REMEMBERED)
