@@ -40,7 +40,7 @@ class PieceTokenizer(FakeTokenizer):
         return None
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        return [piece_tokenizer().id_to_token(token_id) for token_id in token_ids]
+        return [piece_tokenizer().id_to_token(token_id) or "" for token_id in token_ids]
 
 
 def bytes_of(text: str) -> list[int]:
@@ -48,7 +48,8 @@ def bytes_of(text: str) -> list[int]:
 
 
 def ids_of(*spellings: str) -> list[int]:
-    return [piece_tokenizer().token_to_id(spelling) for spelling in spellings]
+    vocab = piece_tokenizer().get_vocab()
+    return [vocab[spelling] for spelling in spellings]
 
 
 runs = st.one_of(
