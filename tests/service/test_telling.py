@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import structlog
 
 from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import (
@@ -277,16 +278,14 @@ async def test_a_session_forgets_a_label_only_when_every_sequence_has_ended() ->
     assert [event.index for event in session.events["a"] if event.HasField("finished")] == [0, 1, 0]
 
 
-async def test_a_request_is_logged_once_however_many_sequences_it_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_request_is_logged_once_however_many_sequences_it_has() -> None:
     model, _ = make_indexed_model()
-    async with running_service(model) as service:
-        await generate(service, make_start("mine", n=3))
-        await whole(service, make_start("mine", n=3))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "request ended" in line]
-    assert len(lines) == 2
-    assert all("LENGTH" in line and "24" in line for line in lines)
+    with structlog.testing.capture_logs() as logs:
+        async with running_service(model) as service:
+            await generate(service, make_start("mine", n=3))
+            await whole(service, make_start("mine", n=3))
+    ends = [line for line in logs if line["event"] == "request ended"]
+    assert [(line["outcome"], line["completion_tokens"]) for line in ends] == [("LENGTH", 24)] * 2
 
 
 async def test_more_logprobs_than_are_told_at_once_come_in_several_deltas() -> None:
