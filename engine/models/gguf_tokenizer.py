@@ -7,21 +7,23 @@ and so would go unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
+from headrace.engine.models.gguf_sentencepiece import TokenType, respelled, sentencepiece_bpe
 from headrace.engine.models.json_file import JsonFields
-
-
-class _TokenType(IntEnum):
-    """llama.cpp's kinds of vocabulary entries that need more than a place in the vocabulary."""
-
-    CONTROL = 3
-    USER_DEFINED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,11 @@ class _PreTokenizer:
         make: builds what cuts the text up.
         ignore_merges: a piece that is a whole token is taken as it is.
         adds_bos: what a file that doesn't say means.
+        normalizer: what is done to a text before.
     """
 
     make: Callable[[], pre_tokenizers.PreTokenizer]
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
     ignore_merges: bool = False
     adds_bos: bool = False
 
@@ -48,8 +52,17 @@ def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _llama3() -> pre_tokenizers.PreTokenizer:
+    return _split(r"\p{N}{1,3}")
+
+
+def _qwen2() -> pre_tokenizers.PreTokenizer:
+    return _split(r"\p{N}")
+
+
+def _split(digits: str) -> pre_tokenizers.PreTokenizer:
+    """The way to cut that GPT-4 brought, in which models differ by how many digits stay together."""
     pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     return pre_tokenizers.Sequence(
@@ -63,6 +76,7 @@ def _llama3() -> pre_tokenizers.PreTokenizer:
 _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
     "gpt-2": _PreTokenizer(_gpt2),
     "llama-bpe": _PreTokenizer(_llama3, ignore_merges=True, adds_bos=True),
+    "qwen2": _PreTokenizer(_qwen2, normalizer=normalizers.NFC),
     "smollm": _PreTokenizer(_digits_then_gpt2),
 }
 
@@ -95,11 +109,19 @@ def write_gguf_tokenizer(metadata: JsonFields, folder: Path) -> None:
 
 def _build(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
     kind = metadata.text("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise metadata.error(
-            f"the tokenizer model {kind!r} is not supported; supported: gpt2 (byte-level BPE). "
-            "Use the model's safetensors folder"
-        )
+    match kind:
+        case "gpt2":
+            return _byte_level(metadata, tokens)
+        case "llama":
+            return _sentencepiece(metadata, tokens)
+        case _:
+            raise metadata.error(
+                f"the tokenizer model {kind!r} is not supported; supported: gpt2 (byte-level BPE), "
+                "llama (SentencePiece BPE). Use the model's safetensors folder"
+            )
+
+
+def _byte_level(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
     name = metadata.text("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         known = ", ".join(sorted(_PRE_TOKENIZERS))
@@ -117,10 +139,28 @@ def _build(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
         # The compiled library raises the base class itself.
         raise metadata.error(f"tokens and merges don't make a tokenizer: {error}") from error
     tokenizer = Tokenizer(bpe)
+    if pre_tokenizer.normalizer is not None:
+        tokenizer.normalizer = pre_tokenizer.normalizer()
     tokenizer.pre_tokenizer = pre_tokenizer.make()
     tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, metadata, tokens)
-    tokenizer.post_processor = _post_processor(metadata, tokens, pre_tokenizer)
+    _add_tokens(tokenizer, tokens, _types(metadata, tokens), is_normalized=False)
+    around = _around_text(metadata, tokens, adds_bos=pre_tokenizer.adds_bos)
+    tokenizer.post_processor = around or processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def _sentencepiece(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
+    types = _types(metadata, tokens)
+    if len(types) != len(tokens):
+        raise metadata.error("tokenizer.ggml.token_type is missing")
+    tokens = respelled(tokens, types)
+    unknown = _token_at(metadata, tokens, "tokenizer.ggml.unknown_token_id")
+    tokenizer = sentencepiece_bpe(metadata, _vocabulary(metadata, tokens), types, unknown)
+    # Whole tokens are looked for where spaces are already written as the vocabulary writes them.
+    _add_tokens(tokenizer, tokens, types, is_normalized=True)
+    around = _around_text(metadata, tokens, adds_bos=True)
+    if around is not None:
+        tokenizer.post_processor = around
     return tokenizer
 
 
@@ -144,25 +184,44 @@ def _merges(metadata: JsonFields) -> list[tuple[str, str]]:
     return merges
 
 
-def _add_tokens(tokenizer: Tokenizer, metadata: JsonFields, tokens: tuple[str, ...]) -> None:
-    """Make the tokens that llama.cpp finds whole in a text be found whole, before the text is cut up."""
+def _types(metadata: JsonFields, tokens: Sequence[str]) -> tuple[int, ...]:
+    """Kind of each token; empty where the file doesn't say."""
     types = metadata.integers("tokenizer.ggml.token_type")
     if types and len(types) != len(tokens):
         raise metadata.error(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    return types
+
+
+def _add_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, is_normalized: bool
+) -> None:
+    """Make the tokens that llama.cpp finds whole in a text be found whole, before the text is cut up.
+
+    Args:
+        types: of the tokens, or empty.
+        is_normalized: whether those that are no control tokens are looked for in the normalised text.
+    """
     typed = list(zip(tokens, types, strict=False))
-    control = [token for token, kind in typed if kind == _TokenType.CONTROL]
-    user_defined = [token for token, kind in typed if kind == _TokenType.USER_DEFINED]
+    control = [token for token, kind in typed if kind == TokenType.CONTROL]
+    user_defined = [token for token, kind in typed if kind == TokenType.USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=is_normalized, special=False) for token in user_defined]
+    )
 
 
-def _post_processor(
-    metadata: JsonFields, tokens: tuple[str, ...], pre_tokenizer: _PreTokenizer
-) -> processors.PostProcessor:
-    first = metadata.boolean("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
+def _around_text(
+    metadata: JsonFields, tokens: tuple[str, ...], *, adds_bos: bool
+) -> processors.PostProcessor | None:
+    """What puts special tokens around a text; None where there are none.
+
+    Args:
+        adds_bos: what a file that doesn't say means.
+    """
+    first = metadata.boolean("tokenizer.ggml.add_bos_token", adds_bos)
     last = metadata.boolean("tokenizer.ggml.add_eos_token", False)
     if not first and not last:
-        return processors.ByteLevel(trim_offsets=False)
+        return None
     special = {}
     parts = ["$A"]
     if first:

@@ -133,8 +133,10 @@ class JsonFields:
             return ()
         if not isinstance(value, list):
             raise self.error(f"{key} is {value!r}: it must be a list of numbers")
-        entries = JsonFields({f"{key}[{place}]": entry for place, entry in enumerate(value)}, self._source)
-        return tuple(entries.number(f"{key}[{place}]") for place in range(len(value)))
+        for place, entry in enumerate(value):
+            if isinstance(entry, bool) or not isinstance(entry, int | float) or not math.isfinite(entry):
+                raise self.error(f"{key}[{place}] is {entry!r}: it must be a number")
+        return tuple(map(float, value))
 
     def object(self, key: str) -> JsonFields | None:
         """An object inside this one; None where it is missing."""

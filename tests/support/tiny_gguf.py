@@ -1,9 +1,9 @@
-"""Tiny GGUF files, written with llama.cpp's own package in the layout that its converter gives a Llama."""
+"""Tiny GGUF files, written with llama.cpp's own package in the layout that its converter gives."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,29 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer, models, normalizers, trainers
+from transformers import PreTrainedModel
 
 from tests.support.tiny_models import (
     CHAT_TEMPLATE,
+    CORPUS,
     END_OF_TEXT_ID,
     IM_END_ID,
     IM_START_ID,
     SPECIAL_TOKENS,
+    tiny_family,
     tiny_llama,
     tiny_tokenizer,
 )
 
+_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -36,13 +47,25 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_GEMMA_NAMES = {
+    **_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
 def write_tiny_gguf(
     path: Path,
     *,
-    model: LlamaForCausalLM | None = None,
+    model: PreTrainedModel | None = None,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     pre: str | None = "smollm",
     tokenizer_model: str = "gpt2",
@@ -63,7 +86,7 @@ def write_tiny_gguf(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     model = model or tiny_llama(tie_word_embeddings=True)
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, _ARCHITECTURES[model.config.model_type])
     _add_shape(writer, model)
     _add_tokenizer(writer, pre, tokenizer_model, add_bos, chat_template)
     if linear_rope_factor is not None:
@@ -81,8 +104,10 @@ def write_tiny_gguf(
     return path
 
 
-def _add_shape(writer: GGUFWriter, model: LlamaForCausalLM) -> None:
+def _add_shape(writer: GGUFWriter, model: PreTrainedModel) -> None:
     config: Any = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_name("Tiny mill")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -91,9 +116,83 @@ def _add_shape(writer: GGUFWriter, model: LlamaForCausalLM) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if head_dim * config.num_attention_heads == config.hidden_size:
+        writer.add_rope_dimension_count(head_dim)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if config.model_type.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_vocab_size(config.vocab_size)
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """`tokenizer.ggml` fields of a small SentencePiece vocabulary, as files of Gemma have them."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "\u2581")
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)
+    # What is found whole is never part of a piece.
+    trained.train_from_iterator([" ".join(text.split()) for text in CORPUS], trainer)
+    vocabulary = trained.get_vocab()
+    pieces = sorted(vocabulary, key=vocabulary.__getitem__)
+    control = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    # Tokens that are found whole; spaces stand in them as they are.
+    whole = ["\n", "\n\n", "  ", "   ", "<b>"]
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [*control, *whole, *in_bytes, *pieces],
+        "scores": [
+            *[-1000.0] * (len(control) + len(whole)),
+            *[0.0] * len(in_bytes),
+            *[-float(rank) for rank in range(len(pieces))],
+        ],
+        "token_type": [
+            *[TokenType.CONTROL.value] * len(control),
+            *[TokenType.USER_DEFINED.value] * len(whole),
+            *[TokenType.BYTE.value] * len(in_bytes),
+            *[TokenType.NORMAL.value] * len(pieces),
+        ],
+        "padding_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "unknown_token_id": 3,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_space_prefix": False,
+    }
+
+
+def write_sentencepiece_gguf(path: Path) -> Path:
+    """Write a file of Gemma's kind with that tokenizer, and with a model of as many tokens."""
+    fields = sentencepiece_metadata()
+    model = tiny_family("gemma3", vocab_size=len(fields["tokens"]), query_pre_attn_scalar=24)
+    writer = GGUFWriter(path, "gemma3")
+    _add_shape(writer, model)
+    writer.add_tokenizer_model(fields["model"])
+    writer.add_tokenizer_pre(fields["pre"])
+    writer.add_token_list(fields["tokens"])
+    writer.add_token_scores(fields["scores"])
+    writer.add_token_types(fields["token_type"])
+    for name in ("padding", "eos", "bos", "unknown"):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", fields[f"{name}_token_id"])
+    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        writer.add_bool(f"tokenizer.ggml.{name}", fields[name])
+    _add_tensors(writer, model, GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _add_tokenizer(
@@ -119,20 +218,38 @@ def _add_tokenizer(
         writer.add_chat_template(chat_template)
 
 
-def _add_tensors(writer: GGUFWriter, model: LlamaForCausalLM, kind: GGMLQuantizationType) -> None:
+def _add_tensors(writer: GGUFWriter, model: PreTrainedModel, kind: GGMLQuantizationType) -> None:
     config: Any = model.config
-    for name, tensor in model.state_dict().items():
+    is_gemma = config.model_type.startswith("gemma")
+    for name, values in _split_tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        values: NDArray[np.float32] = tensor.float().numpy()
-        if "q_proj" in name:
-            values = _pairs_from_halves(values, config.num_attention_heads)
-        elif "k_proj" in name:
-            values = _pairs_from_halves(values, config.num_key_value_heads)
+        if config.model_type == "llama" and "q_proj" in name:
+            values = _pairs_from_halves(values, config.num_attention_heads)  # noqa: PLW2901
+        elif config.model_type == "llama" and "k_proj" in name:
+            values = _pairs_from_halves(values, config.num_key_value_heads)  # noqa: PLW2901
+        if is_gemma and name.endswith("norm.weight"):
+            values = values + np.float32(1)  # noqa: PLW2901
+        target = _gguf_name(name, _GEMMA_NAMES if is_gemma else _NAMES)
         if values.ndim == 1 or kind is GGMLQuantizationType.F32:
-            writer.add_tensor(_gguf_name(name), values)
+            writer.add_tensor(target, values)
         else:
-            writer.add_tensor(_gguf_name(name), quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(target, quantize(values, kind), raw_dtype=kind)
+
+
+def _split_tensors(model: PreTrainedModel) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Tensors as the converter sees them: experts' gate and up apart."""
+    for name, tensor in model.state_dict().items():
+        values: NDArray[np.float32] = tensor.float().numpy()
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = np.split(values, 2, axis=1)
+            stem = name.removesuffix("gate_up_proj")
+            yield f"{stem}gate_proj.weight", np.ascontiguousarray(gate)
+            yield f"{stem}up_proj.weight", np.ascontiguousarray(up)
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", values
+        else:
+            yield name, values
 
 
 def _pairs_from_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
@@ -141,9 +258,9 @@ def _pairs_from_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, names: Mapping[str, str]) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem.startswith("model.layers."):
         index, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{index}.{_NAMES[part]}.{suffix}"
-    return f"{_NAMES[stem]}.{suffix}"
+        return f"blk.{index}.{names[part]}.{suffix}"
+    return f"{names[stem]}.{suffix}"

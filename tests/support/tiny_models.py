@@ -146,7 +146,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name of a variant: its class in transformers without what all classes end in, and its settings."""
 
-_CORPUS = (
+CORPUS = (
     "The mill stands where the river bends, and the wheel turns as long as the channel is full.",
     "A keeper opens the gate in the morning and closes it when the grain has been ground.",
     "When three carts wait, the miller fills every hopper and leaves no stone idle.",
@@ -266,5 +266,5 @@ def _trained_tokenizer_json() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer.to_str()

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headrace.engine.attention.backend import AttentionBackend, AttentionMetadata
+from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.attention.reference import ReferenceBackend
-from headrace.engine.config import CacheLayout, ModelConfig
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.config import ModelConfig
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
-from headrace.engine.models.spec import HEAD, DecoderSpec
+from headrace.engine.models.spec import HEAD
 from headrace.engine.runner.model_runner import ModelRunner
 from tests.support.family_table import FamilyTable
+from tests.support.paged_step import logits_of, storage_for
 from tests.support.plan_loop import LoopSequence, make_sequences, num_blocks_for, run_to_end
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, write_tiny_family
 
@@ -63,44 +63,22 @@ def reference_ids(references: Callable[[str], PreTrainedModel]) -> Callable[[str
     """Each prompt with what transformers makes of it alone."""
 
     def generate(variant: str) -> list[list[int]]:
-        return [
-            references(variant)
-            .generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=NUM_NEW,
-                do_sample=False,
-                eos_token_id=None,
-            )[0]
-            .tolist()
-            for prompt in PROMPTS
-        ]
+        return [greedy(references(variant), prompt) for prompt in PROMPTS]
 
     return cache(generate)
 
 
-def storage_for(spec: DecoderSpec, num_blocks: int) -> KVStorage:
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32)
-    return KVStorage(CacheLayout(num_blocks, BLOCK_SIZE), shape, CPU)
-
-
-def logits_of(decoder: Decoder, ids: Tensor) -> Tensor:
-    """Logits at every position, all tokens in one step."""
-    length = len(ids)
-    num_blocks = -(-length // BLOCK_SIZE)
-    positions = torch.arange(length)
-    borders = torch.tensor([0, length], dtype=torch.int32)
-    metadata = AttentionMetadata(
-        slot_mapping=positions + BLOCK_SIZE,
-        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
-        seq_lens=borders[1:],
-        cu_seqlens_q=borders,
-        cu_seqlens_k=borders,
-        max_query_len=length,
-        max_seq_len=length,
+def greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+    """Prompt and continuation by transformers."""
+    output = model.generate(  # type: ignore[operator]  # a mixin's method, hidden behind the module's attributes
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        eos_token_id=None,
     )
-    backend = ReferenceBackend(storage_for(decoder.spec, num_blocks + 1))
-    return decoder.forward(ids, positions, backend.begin_step(metadata), positions)
+    ids: list[int] = output[0].tolist()
+    return ids
 
 
 def generated(
@@ -109,7 +87,7 @@ def generated(
     chunk: int = 10**9,
     make_backend: Callable[[KVStorage], AttentionBackend] = CpuBackend,
 ) -> list[list[int]]:
-    storage = storage_for(decoder.spec, num_blocks_for(sequences))
+    storage = storage_for(decoder.spec, num_blocks_for(sequences), BLOCK_SIZE)
     return run_to_end(ModelRunner(decoder, make_backend(storage), storage.layout), sequences, chunk=chunk)
 
 
@@ -177,7 +155,7 @@ def test_greedy_ids_behind_a_cached_prompt_equal_the_references(
     second = LoopSequence(
         first.sequence_id, list(prompt), first.max_len, (*shared, *own), num_computed=num_cached
     )
-    storage = storage_for(decoder.spec, max(own) + 1)
+    storage = storage_for(decoder.spec, max(own) + 1, BLOCK_SIZE)
     runner = ModelRunner(decoder, CpuBackend(storage), storage.layout)
     assert run_to_end(runner, [first]) == [expected]
     assert run_to_end(runner, [second]) == [expected]

