@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from headrace.engine import (
+    CompiledConstraint,
     EngineDead,
     FieldViolation,
     InvalidRequest,
@@ -49,10 +50,11 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The token ids of a request's texts."""
+    """The token ids of a request's texts, and its constraint, ready to be followed."""
 
     prompt: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
+    constraint: CompiledConstraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,20 @@ def parse(
 
 
 async def encode(parsed: Parsed) -> Encoded:
-    """Token ids of its texts, made off the event loop."""
+    """Token ids of its texts, and its constraint in a form to follow, made off the event loop.
+
+    Raises:
+        InvalidRequest: a text or the constraint can't be taken.
+        Overloaded: too many wait for the same.
+    """
     served, start = parsed.served, parsed.start
     tokenizer = served.engine.tokenizer
     prompt = await served.texts.encode_prompt(tokenizer, start.prompt)
-    return Encoded(prompt, await served.texts.encode_bad_words(tokenizer, start.bad_words))
+    bad_words = await served.texts.encode_bad_words(tokenizer, start.bad_words)
+    constraint = None
+    if start.constraint is not None:
+        constraint = await served.engine.constraints.compile(start.constraint)
+    return Encoded(prompt, bad_words, constraint)
 
 
 def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
@@ -128,6 +139,7 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         best_of=start.best_of,
         isolation_key=start.cache_salt,
         uses_prefix_cache=start.uses_prefix_cache,
+        constraint=encoded.constraint,
     )
     max_tokens = engine.max_tokens_for(request)
     violations = tuple(_logprobs_violations(request, max_tokens, parsed.served.limits))

@@ -11,6 +11,8 @@ from headrace.engine import (
     BlockCounts,
     Chat,
     ChatMessage,
+    Constraint,
+    ConstraintKind,
     FieldViolation,
     FinishEvent,
     FinishReason,
@@ -66,6 +68,7 @@ class Start:
         label: the client's request_id; empty when the server is to make one.
         sampling: all but the bad words.
         bad_words: texts that are never produced.
+        constraint: the form of the text, not compiled yet; None for any.
         n, best_of: how many sequences are told, and made.
         wants_token_ids: whether events carry ids.
         cache_salt: KV is shared only between requests of equal salts.
@@ -76,6 +79,7 @@ class Start:
     prompt: Prompt
     sampling: SamplingParams
     bad_words: tuple[str, ...]
+    constraint: Constraint | None
     stop: StopConditions
     output: OutputParams
     n: int
@@ -113,6 +117,11 @@ def start_from_proto(
         sampling = sampling_from_proto(start.sampling, start.output, seed, model, limits)
     except InvalidRequest as error:
         violations += error.violations
+    constraint = None
+    try:
+        constraint = constraint_from_proto(start.constraint)
+    except InvalidRequest as error:
+        violations += error.violations
     if violations:
         raise InvalidRequest(*violations)
     return Start(
@@ -120,6 +129,7 @@ def start_from_proto(
         prompt=_prompt_from_proto(start),
         sampling=sampling,
         bad_words=tuple(start.sampling.bad_words),
+        constraint=constraint,
         stop=stop_from_proto(start.stop),
         output=_output_from_proto(start.output),
         n=num_sequences(start),
@@ -129,6 +139,23 @@ def start_from_proto(
         cache_salt=start.cache.salt,
         uses_prefix_cache=not start.cache.bypass,
     )
+
+
+def constraint_from_proto(constraint: generation_pb2.Constraint) -> Constraint | None:
+    """The form that the text must have; None for any.
+
+    Raises:
+        InvalidRequest: it says nothing, or too much. What its content is worth only its compilation shows.
+    """
+    match constraint.WhichOneof("kind"):
+        case "choice":
+            return Constraint(ConstraintKind.CHOICE, choices=tuple(constraint.choice.options))
+        case "json_object":
+            return Constraint(ConstraintKind.JSON_OBJECT) if constraint.json_object else None
+        case "json_schema" | "regex" | "grammar" as kind:
+            return Constraint(ConstraintKind(kind), str(getattr(constraint, kind)))
+        case _:
+            return None
 
 
 def chat_from_proto(prompt: generation_pb2.ChatPrompt) -> Chat:

@@ -27,11 +27,6 @@ _NOTHING: Final = _Nothing()
 
 # Path in StartGeneration -> the value that asks for nothing, and so is taken.
 _OFF: Final[dict[str, object]] = {
-    "constraint.json_schema": _NOTHING,
-    "constraint.json_object": False,
-    "constraint.regex": _NOTHING,
-    "constraint.grammar": _NOTHING,
-    "constraint.choice": _NOTHING,
     "priority": 0,
     "speculation.enabled": False,
     "speculation.num_speculative_tokens": 0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shutil
 import signal
 import sys
@@ -14,15 +16,19 @@ from google.rpc import code_pb2
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from headrace.v1.generation_pb2 import (
+    FINISH_REASON_STOP,
     ChatMessage,
     ChatPrompt,
+    Choice,
+    Constraint,
     GenerateOnceRequest,
+    SamplingOptions,
     StartGeneration,
     StopOptions,
 )
 from tests.support.model_files import edited_json
 from tests.support.server_process import ROOT, server_process
-from tests.support.service import RawSession, ids_of, make_start
+from tests.support.service import RawSession, ids_of, make_start, violated_fields
 from tests.support.tiny_models import IM_END_ID, tiny_llama, tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -92,6 +98,45 @@ async def test_tokens_on_the_wire_are_those_of_transformers(tmp_path: Path) -> N
             assert text == tokenizer.decode(shown, skip_special_tokens=True)
     assert session.events["foreign"][-1].error.code == code_pb2.INVALID_ARGUMENT
     assert chat.accepted.prompt_tokens > 0
+
+
+def _constrained(label: str, constraint: Constraint) -> StartGeneration:
+    start = make_start(label, prompt=(5, 6, 7), max_tokens=48)
+    start.sampling.CopyFrom(SamplingOptions(temperature=1.0, seed=len(label)))
+    start.constraint.CopyFrom(constraint)
+    return start
+
+
+async def test_constraints_hold_on_the_wire_and_faulty_ones_hurt_only_their_sender(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny")
+    flags = ("--model", str(folder), "--dtype", "float32", "--num-blocks", "64", "--block-size", "4")
+    faulty = {
+        "regex": Constraint(regex="("),
+        "json_schema": Constraint(json_schema='{"type": "nothing"}'),
+        "grammar": Constraint(grammar="root ::= missing"),
+    }
+    async with server_process("serve", tmp_path / "ready", *flags, module="headrace.service") as server:
+        await server.until_health(HealthCheckResponse.SERVING)
+        session = RawSession(server.generation)
+        await session.start(
+            _constrained("choice", Constraint(choice=Choice(options=["mill", "weir"]))),
+            _constrained("pattern", Constraint(regex="[0-9]{2}-[a-f]{3}")),
+            _constrained("schema", Constraint(json_schema='{"enum": [17, "river"]}')),
+            *(_constrained(f"faulty {kind}", constraint) for kind, constraint in faulty.items()),
+            make_start("free", prompt=(5, 6, 7), max_tokens=NUM_TOKENS),
+        )
+        await session.half_close()
+    text = {label: "".join(e.delta.text for e in events) for label, events in session.events.items()}
+    assert text["choice"] in ("mill", "weir")
+    assert re.fullmatch("[0-9]{2}-[a-f]{3}", text["pattern"])
+    assert json.loads(text["schema"]) in (17, "river")
+    for label in ("choice", "pattern", "schema"):
+        assert session.events[label][-1].finished.reason == FINISH_REASON_STOP
+    for kind in faulty:
+        error = session.events[f"faulty {kind}"][-1].error
+        assert error.code == code_pb2.INVALID_ARGUMENT
+        assert violated_fields(error) == [f"constraint.{kind}"]
+    assert ids_of(session.events["free"]) == transformers_ids((5, 6, 7))
 
 
 def missing(folder: Path) -> None:
