@@ -35,8 +35,8 @@ class ConstraintDesk:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-constraint")
 
     async def prepare(self) -> bool:
-        """Do beforehand what the first constraint would wait for, and stop the loop for: the library's own form
-        of the vocabulary takes a tenth of a second for 50,000 tokens, and seconds for 250,000.
+        """Do beforehand what the first constraint would wait for, and stop the loop for: the library's own
+        form of the vocabulary takes a tenth of a second for 50,000 tokens, and seconds for 250,000.
 
         Returns:
             Whether this server can follow constraints at all.
