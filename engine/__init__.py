@@ -8,6 +8,7 @@ from headrace.engine.config import (
     EngineConfig,
     ModelConfig,
     ModelInfo,
+    SamplingDefaults,
     SchedulerConfig,
 )
 from headrace.engine.errors import (
@@ -93,6 +94,7 @@ __all__ = [
     "RequestId",
     "RowStats",
     "Runner",
+    "SamplingDefaults",
     "SamplingParams",
     "SchedulerConfig",
     "StepStats",

@@ -152,6 +152,23 @@ class CacheLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a model's files suggest for sampling; what they leave open is neutral.
+
+    Whether they apply to requests that leave a control open is the server's to decide.
+
+    Args:
+        temperature, top_k, top_p, min_p, repetition_penalty: as `SamplingParams` has them.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is served, as read from the model's files.
 
@@ -160,6 +177,7 @@ class ModelInfo:
         max_model_len: longest sequence that is served, tokens.
         vocab_size: rows of the embedding; every token id is below it.
         eos_token_ids: union of the end ids that any of the model's files declares.
+        sampling_defaults: what the files suggest; nothing applies it by itself.
     """
 
     name: str
@@ -170,6 +188,7 @@ class ModelInfo:
     bos_token_id: int | None
     dtype: str
     num_parameters: int
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 def _require_at_least(name: str, value: int | None, least: int) -> None:

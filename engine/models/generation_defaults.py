@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from headrace.engine.config import SamplingDefaults
 from headrace.engine.models.checkpoint import CONFIG_FILE
 from headrace.engine.models.json_file import JsonFields
 
@@ -13,7 +16,13 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 _log = logging.getLogger(__name__)
 
-_SAMPLING_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (math.nextafter(0.0, 1.0), 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (math.nextafter(0.0, 1.0), 10.0),
+}
+"""Controls that are read, and what they may be: the ranges of a request's."""
 
 
 def declared_eos_token_ids(folder: Path, tokenizer_ids: Collection[int], vocab_size: int) -> frozenset[int]:
@@ -38,11 +47,40 @@ def declared_eos_token_ids(folder: Path, tokenizer_ids: Collection[int], vocab_s
     return frozenset(possible)
 
 
-def log_sampling_defaults(folder: Path) -> None:
-    """Say that a folder's sampling settings are not applied: requests state their own."""
+def suggested_sampling(folder: Path) -> SamplingDefaults:
+    """What generation_config.json suggests for sampling, and say it in the log.
+
+    A control that is written there is suggested as it is written; one that is not is neutral, whatever the
+    reference library takes in its place. ``do_sample: false`` suggests temperature 0: always the likeliest
+    token.
+
+    Raises:
+        ModelLoadError: a control is not a number, or one that no request could ask for.
+    """
     path = folder / GENERATION_CONFIG_FILE
     if not path.is_file():
-        return
+        return SamplingDefaults()
     file = JsonFields.of_file(path)
-    if declared := {key: file.raw(key) for key in _SAMPLING_KEYS if file.raw(key) is not None}:
-        _log.info("%s suggests %s: not applied, requests say what they want", path, declared)
+    neutral = SamplingDefaults()
+    suggested = SamplingDefaults(
+        temperature=_control(file, "temperature", neutral.temperature),
+        top_k=file.integer("top_k", neutral.top_k, at_least=0),
+        top_p=_control(file, "top_p", neutral.top_p),
+        min_p=_control(file, "min_p", neutral.min_p),
+        repetition_penalty=_control(file, "repetition_penalty", neutral.repetition_penalty),
+    )
+    if not file.boolean("do_sample", True):
+        suggested = replace(suggested, temperature=0.0)
+    if suggested != neutral:
+        _log.info(
+            "%s suggests %s: whether requests that leave these open get them is a setting", path, suggested
+        )
+    return suggested
+
+
+def _control(file: JsonFields, name: str, neutral: float) -> float:
+    value = file.number(name, neutral)
+    lowest, highest = _RANGES[name]
+    if not lowest <= value <= highest:
+        raise file.error(f"{name} is {value}, which no request could ask for: {lowest:g} to {highest:g}")
+    return value

@@ -15,7 +15,7 @@ from headrace.engine.config import ModelConfig, ModelInfo
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models.checkpoint import Checkpoint, read_config
 from headrace.engine.models.decoder import Decoder
-from headrace.engine.models.generation_defaults import declared_eos_token_ids, log_sampling_defaults
+from headrace.engine.models.generation_defaults import declared_eos_token_ids, suggested_sampling
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.rope import RopeKind
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
@@ -59,7 +59,7 @@ def load_decoder(
     spec = spec_of(config_file)
     max_len = _choose_max_len(config.max_model_len, spec)
     dtype = choose_dtype(config.dtype, device)
-    log_sampling_defaults(folder)
+    sampling_defaults = suggested_sampling(folder)
     with Checkpoint(folder) as checkpoint:
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
@@ -74,6 +74,7 @@ def load_decoder(
         bos_token_id=bos[0] if bos else None,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=sum(math.prod(shape) for shape in spec.tensors().values()),
+        sampling_defaults=sampling_defaults,
     )
     return LoadedDecoder(decoder, info)
 

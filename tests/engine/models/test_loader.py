@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headrace.engine.config import ModelConfig
+from headrace.engine.config import ModelConfig, SamplingDefaults
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json, edited_tensors
-from tests.support.tiny_models import IM_END_ID, MAX_POSITIONS, VOCAB_SIZE, write_tiny_llama
+from tests.support.tiny_models import (
+    IM_END_ID,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    write_tiny_family,
+    write_tiny_llama,
+)
 
 CPU = torch.device("cpu")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -173,6 +179,13 @@ def test_a_length_beyond_the_model_is_refused_with_the_greatest(
         load(folder, max_model_len=longest + 1)
 
 
+def test_a_model_whose_rotation_switches_is_served_as_far_as_it_does_not(tmp_path: Path) -> None:
+    folder = write_tiny_family(tmp_path, "phi3, longrope")
+    assert load(folder).info.max_model_len == 200
+    with pytest.raises(ConfigError, match=r"use 200 or less \(longrope"):
+        load(folder, max_model_len=201)
+
+
 # ---- end ids, name ---------------------------------------------------------------------------------
 
 
@@ -205,16 +218,54 @@ def test_a_folder_without_generation_config_loads(tmp_path: Path) -> None:
     assert load(folder).info.eos_token_ids == {IM_END_ID}
 
 
-def test_sampling_defaults_of_the_folder_are_said_not_to_be_applied(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingDefaults(0.6, 20, 0.95)),
+        ({"min_p": 0.1, "repetition_penalty": 1.05}, SamplingDefaults(min_p=0.1, repetition_penalty=1.05)),
+        ({"do_sample": True, "temperature": 0.7}, SamplingDefaults(temperature=0.7)),
+        ({"do_sample": False, "temperature": 0.1, "top_k": 1}, SamplingDefaults(0.0, 1)),
+        ({"do_sample": False}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": None, "top_k": None}, SamplingDefaults()),
+    ],
+)
+def test_what_the_folder_suggests_for_sampling_is_told_as_it_is_written(
+    fields: dict[str, object],
+    expected: SamplingDefaults,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = write_tiny_llama(tmp_path)
-    with edited_json(folder / "generation_config.json") as fields:
-        fields.update(temperature=0.1, top_k=1, do_sample=False)
+    with edited_json(folder / "generation_config.json") as file:
+        file.update(fields)
     with caplog.at_level(logging.INFO, logger="headrace"):
+        assert load(folder).info.sampling_defaults == expected
+    assert (f"suggests {expected}" in caplog.text) == (expected != SamplingDefaults())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -1}, "temperature is -1.0, which no request could ask for"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
+        ({"top_p": 0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 2}, "min_p is 2.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0"),
+        ({"do_sample": "no"}, "do_sample is 'no'"),
+    ],
+)
+def test_a_suggestion_that_no_request_could_make_is_refused(
+    fields: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_json(folder / "generation_config.json") as file:
+        file.update(fields)
+    with pytest.raises(ModelLoadError) as caught:
         load(folder)
-    assert "'temperature': 0.1" in caplog.text
-    assert "not applied" in caplog.text
+    assert words in str(caught.value)
+    assert "generation_config.json" in str(caught.value)
 
 
 def test_a_malformed_end_id_is_refused(tmp_path: Path) -> None:
