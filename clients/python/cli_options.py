@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 SAMPLING = "Sampling"
 STOPPING = "Stopping"
 OUTPUT = "Output"
+FORM = "Form of the answer"
 
 Target = Annotated[
     str, typer.Option("--target", "-t", metavar="HOST:PORT", help="Where the server listens; unix:/path too.")
@@ -201,6 +203,49 @@ TimeLimit = Annotated[
         rich_help_panel=STOPPING,
     ),
 ]
+
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema",
+        metavar="JSON|@FILE",
+        help="The answer is JSON of this schema, given here or in a file.",
+        rich_help_panel=FORM,
+    ),
+]
+JsonAny = Annotated[
+    bool, typer.Option("--json-object", help="The answer is some JSON object.", rich_help_panel=FORM)
+]
+Regex = Annotated[str | None, typer.Option("--regex", help="The whole answer matches.", rich_help_panel=FORM)]
+Grammar = Annotated[
+    str | None,
+    typer.Option(
+        "--grammar",
+        metavar="EBNF|@FILE",
+        help="The answer follows this grammar, given here or in a file.",
+        rich_help_panel=FORM,
+    ),
+]
+Choices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--choice", metavar="TEXT", help="The answer is one of these; repeat it.", rich_help_panel=FORM
+    ),
+]
+
+
+def text_or_file(given: str | None, option: str) -> str | None:
+    """What was given, or what stands in the file that was named by ``@FILE``.
+
+    Raises:
+        typer.BadParameter: the file can't be read.
+    """
+    if given is None or not given.startswith("@"):
+        return given
+    try:
+        return Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{given[1:]!r} can't be read: {error}", param_hint=option) from None
 
 
 def biases(given: list[str] | None) -> dict[int, float]:

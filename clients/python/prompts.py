@@ -190,6 +190,7 @@ _PATHS = {
     "banned_token_ids": "sampling.banned_token_ids.ids",
 }
 """Option to the protocol's field; one that is not listed is a field of `sampling` by the same name."""
+_FORMS = [option for option, path in _PATHS.items() if path.startswith("constraint.")]
 
 
 def start_message(prompt: Prompt, options: RequestOptions, max_bytes: int) -> pb.StartGeneration:
@@ -205,6 +206,9 @@ def start_message(prompt: Prompt, options: RequestOptions, max_bytes: int) -> pb
     unknown = options.keys() - RequestOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"no such request option: {', '.join(sorted(unknown))}")
+    forms = [option for option in _FORMS if options.get(option) is not None]
+    if len(forms) > 1:
+        raise InvalidArgument.of("constraint", f"can be one thing only, got {' and '.join(forms)}")
     start = pb.StartGeneration()
     _set_prompt(start, prompt)
     for option, value in options.items():

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -161,6 +162,35 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
     )
     expected.time_limit.FromMilliseconds(2500)
     assert all_given == expected
+
+
+async def test_generate_asks_for_the_form_that_is_given_here_or_in_a_file(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    forms = (
+        ("--json-schema", f"@{schema}"),
+        ("--json-schema", '{"type": "array"}'),
+        ("--json-object",),
+        ("--regex", "[0-9]+"),
+        ("--grammar", 'root ::= "a"'),
+        ("--choice", "yes", "--choice", "no"),
+    )
+    async with running_fake_server() as server:
+        for form in forms:
+            await run_headrace("generate", "hi", "-t", server.target, "--raw", *form)
+        missing = await run_headrace("generate", "hi", "-t", server.target, "--grammar", "@no-such-file")
+        both = await run_headrace("generate", "hi", "-t", server.target, "--regex", "a", "--choice", "a")
+    assert [start.constraint for start in server.record.starts] == [
+        generation_pb2.Constraint(json_schema='{"type": "object"}'),
+        generation_pb2.Constraint(json_schema='{"type": "array"}'),
+        generation_pb2.Constraint(json_object=True),
+        generation_pb2.Constraint(regex="[0-9]+"),
+        generation_pb2.Constraint(grammar='root ::= "a"'),
+        generation_pb2.Constraint(choice=generation_pb2.Choice(options=["yes", "no"])),
+    ]
+    assert (missing.status, both.status) == (2, 1)
+    assert "no-such-file" in missing.err
+    assert "one thing only" in both.err
 
 
 async def test_generate_reads_a_prompt_from_standard_input() -> None:

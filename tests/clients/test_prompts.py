@@ -127,6 +127,11 @@ def test_each_constraint_has_its_field(options: RequestOptions, constraint: pb.C
     assert start_message("p", options).constraint == constraint
 
 
+def test_an_answer_has_one_form_at_most() -> None:
+    with pytest.raises(InvalidArgument, match="one thing only, got json_schema and regex"):
+        start_message("hi", {"json_schema": "{}", "regex": "a"})
+
+
 @pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3)], ids=type)
 def test_token_ids_are_sent_as_they_are(prompt: Prompt) -> None:
     assert start_message(prompt, {}).token_ids.ids == [1, 2, 3]
