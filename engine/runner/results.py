@@ -57,7 +57,7 @@ def _row_result(
     failure: str | None = None
     logprobs_of = []
     if row.is_sampled:
-        failure = next(failures)
+        failure = next(failures, None)
         token_id, is_healthy, has_choice = next(tokens)
         token_ids = (int(token_id),)
         if row.num_logprobs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,21 @@ def test_allowed_ids_are_all_that_is_left_and_bans_go_before_them() -> None:
     assert torch.isfinite(adjusted(logits, row)).tolist() == [[False, True, False, False, False, False]]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 16, 258])
+def test_a_constraint_leaves_the_tokens_whose_bits_are_set_of_its_own_row(vocab_size: int) -> None:
+    logits = random_logits(3, vocab_size)
+    allowed = {i for i in range(vocab_size) if i % 3 == 0}
+    bits = sum(1 << i for i in allowed).to_bytes(-(-vocab_size // 8), "little")
+    rows = [make_row(), replace(make_row(), allowed_bits=bits), replace(make_row(), allowed_bits=b"")]
+
+    changed = adjusted(logits, *rows)
+
+    assert torch.equal(changed[0], logits[0])
+    assert {i for i in range(vocab_size) if math.isfinite(changed[1, i])} == allowed
+    assert torch.equal(changed[1, sorted(allowed)], logits[1, sorted(allowed)])
+    assert torch.equal(changed[2], torch.full((vocab_size,), -math.inf))
+
+
 @pytest.mark.parametrize(
     ("known", "words", "completed"),
     [
@@ -214,3 +230,4 @@ def test_a_row_says_whether_anything_changes_its_logits() -> None:
         {"presence_penalty": 0.1},
     ):
         assert make_row(**controls).is_adjusted
+    assert replace(make_row(), allowed_bits=b"").is_adjusted
