@@ -5,7 +5,6 @@ Letters: D drawn (not greedy) rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,7 +16,6 @@ from headrace.engine.sampling.reductions import at_least, numbered, totals
 
 _WIDTHS = (64, 512, 8192)
 """So many of the preferred tokens are looked at first, and next; only then is the whole vocabulary sorted."""
-_LOG2_E = 1.0 / math.log(2.0)
 _ABSENT = -1e4
 """In place of the scaled logit of an impossible token: its exponential is 0 too, and 0 times it is 0."""
 _FAR = 1e9
@@ -43,8 +41,8 @@ def token_weights(logits: Tensor, highest: Tensor, params: Sequence[SamplingPara
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
     # The highest is taken off before the division, so that a low temperature can't overflow.
     scaled = (logits - highest[:, None]).div_(temperatures[:, None])
-    # By powers of two: exp takes ten times as long where the result is 0 or nearly so, which most are.
-    weights = (scaled * _LOG2_E).exp2_()
+    # Not exp: that takes ten times as long where results are nearly 0, and exp2's depend on the batch.
+    weights = torch.softmax(scaled, dim=-1)
     rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
     if rows:
         top_ks = [min(params[i].top_k or vocab_size, vocab_size) for i in rows]
@@ -55,8 +53,7 @@ def token_weights(logits: Tensor, highest: Tensor, params: Sequence[SamplingPara
         _apply(partial(_keep_typical, shares=[params[i].typical_p for i in rows]), rows, scaled, weights)
     if any(p.min_p > 0.0 for p in params):
         least = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
-        # Typical-p alone may have removed the likeliest token; else its weight is exactly 1.
-        weights.mul_(at_least(weights, least * weights.amax(dim=-1) if rows else least))
+        weights.mul_(at_least(weights, least * weights.amax(dim=-1)))
     return weights
 
 

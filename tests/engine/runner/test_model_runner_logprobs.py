@@ -17,7 +17,7 @@ from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
-from headrace.engine.outputs import TokenLogprob, TokenLogprobs
+from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import StepPlan
@@ -244,12 +244,13 @@ def test_equals_share_a_rank_and_few_rows_of_a_long_prompt_are_held_at_a_time(de
 
     (sequence,) = run(decoder, make_sequences([prompt], 1, 4, [params]), model=model)
 
-    def entry(token_id: int) -> TokenLogprob:
-        return TokenLogprob(token_id, -math.log(8), 1)
-
-    assert sequence.logprobs == [TokenLogprobs(entry(0), (entry(0), entry(1), entry(2)))]
-    assert sequence.prompt_logprobs == {
-        i: TokenLogprobs(entry(prompt[i]), (entry(0), entry(1))) for i in range(1, 140)
-    }
+    assert len(sequence.logprobs) == 1
+    assert sorted(sequence.prompt_logprobs) == list(range(1, 140))
+    for position, entry in [*sequence.prompt_logprobs.items(), (140, sequence.logprobs[0])]:
+        entries = (entry.chosen, *entry.top)
+        likeliest = [0, 1, 2] if position == 140 else [0, 1]
+        assert [told.token_id for told in entries] == [sequence.token_ids[position], *likeliest]
+        assert {told.rank for told in entries} == {1}
+        assert [told.logprob for told in entries] == pytest.approx([-math.log(8)] * len(entries))
     assert sum(model.num_rows) == 140
     assert max(model.num_rows) == 64

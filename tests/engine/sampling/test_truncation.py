@@ -148,6 +148,26 @@ def test_what_is_kept_is_what_transformers_keeps(
     torch.testing.assert_close(ours, torch.softmax(theirs.double(), dim=1), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("vocab_size", [2, 17, 255, 1021])
+@pytest.mark.parametrize(
+    "controls",
+    [{}, {"temperature": 0.02}, {"top_k": 5}, {"top_p": 0.9}, {"typical_p": 0.8}, {"min_p": 0.1}],
+    ids=str,
+)
+def test_weights_are_the_same_alone_and_in_any_batch(controls: dict[str, Any], vocab_size: int) -> None:
+    """To the last bit, wherever a row lies in memory."""
+    logits = torch.randn(23, vocab_size, generator=torch.Generator().manual_seed(2)) * 9
+    logits[:, ::7] = -math.inf
+    logits[5, 1] = math.nan
+    rows = [SamplingParams(**controls) if i % 2 else SamplingParams(top_p=0.7) for i in range(23)]
+
+    together = weights_of(logits, *rows)
+
+    for i, params in enumerate(rows):
+        alone = weights_of(logits[i : i + 1].clone(), params)
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.9999])
 @pytest.mark.parametrize("top_k", [0, 700, 5000])
 @pytest.mark.parametrize("typical_p", [0.5, 1.0])
