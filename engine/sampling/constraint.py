@@ -104,19 +104,6 @@ class ConstraintMatcher(Protocol):
         """
         ...
 
-    def allowed_along(
-        self, output_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]
-    ) -> list[AllowedTokens | None]:
-        """What may follow the output, and what may follow each of the drafts behind it.
-
-        Returns:
-            One more than there are drafts; None behind a draft that may not stand where it stands.
-
-        Raises:
-            ConstraintFailed: see `allowed`.
-        """
-        ...
-
     def fork(self) -> ConstraintMatcher:
         """Another one for another continuation of the same text; neither knows of the other."""
         ...
@@ -135,6 +122,11 @@ class RowMask:
     bits: bytes
     must_end: bool = False
     failure: str | None = None
+
+    def permits(self, token_id: int) -> bool:
+        """Whether it may be drawn."""
+        byte = token_id // 8
+        return byte < len(self.bits) and bool(self.bits[byte] >> token_id % 8 & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +154,25 @@ class RowConstraint:
             bit = 1 << token_id % 8
             bits[token_id // 8] = bits[token_id // 8] & ~bit | bit * allowed.may_end
         return RowMask(bytes(bits), must_end=allowed.is_over)
+
+    def masks_along(self, draft_token_ids: tuple[int, ...]) -> list[RowMask | None]:
+        """What may be drawn in place of each draft, and behind the last one. The drafts leave no trace.
+
+        Args:
+            draft_token_ids: proposed to follow the output.
+
+        Returns:
+            One more than there are drafts; None behind a draft that may not stand where it stands, or that
+            ends the text, and from there on.
+        """
+        masks: list[RowMask | None] = [self.mask()]
+        output = self.output_token_ids
+        for token_id in draft_token_ids:
+            output += (token_id,)
+            before = masks[-1]
+            is_kept = before is not None and before.permits(token_id) and token_id not in self.end_token_ids
+            masks.append(RowConstraint(self.matcher, output, self.end_token_ids).mask() if is_kept else None)
+        return masks
 
 
 class CompiledConstraint(Protocol):

@@ -84,19 +84,6 @@ class GrammarMatcher:
                 self._matcher = None
         raise ConstraintFailed(f"the constraint can't be followed any further: {failure}")
 
-    def allowed_along(
-        self, output_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]
-    ) -> list[AllowedTokens | None]:
-        """See `ConstraintMatcher.allowed_along`."""
-        along: list[AllowedTokens | None] = [self.allowed(output_token_ids)]
-        for num_drafts, token_id in enumerate(draft_token_ids):
-            before = along[-1]
-            if before is None or not before.bits[token_id // 8] >> token_id % 8 & 1:
-                along.append(None)
-            else:
-                along.append(self.allowed(output_token_ids + draft_token_ids[: num_drafts + 1]))
-        return along
-
     def fork(self) -> GrammarMatcher:
         """See `ConstraintMatcher.fork`."""
         other = GrammarMatcher(self._compiled)

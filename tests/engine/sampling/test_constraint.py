@@ -29,11 +29,6 @@ class Answering:
             raise ConstraintFailed("no way on")
         return self.answer
 
-    def allowed_along(
-        self, output_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]
-    ) -> list[AllowedTokens | None]:
-        return [self.allowed(output_token_ids)] + [None] * len(draft_token_ids)
-
     def fork(self) -> Answering:
         return Answering(self.answer)
 

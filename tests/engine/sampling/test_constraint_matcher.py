@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine.errors import ConstraintFailed
-from headrace.engine.sampling.constraint import AllowedTokens, Constraint, ConstraintKind
+from headrace.engine.sampling.constraint import AllowedTokens, Constraint, ConstraintKind, RowConstraint
 from headrace.engine.sampling.constraint_grammar import grammar_of, make_vocabulary
 from headrace.engine.sampling.constraint_matcher import CompiledGrammar, GrammarMatcher
 from tests.support.languages import LANGUAGES, VOCABULARIES, Language
@@ -72,20 +72,27 @@ def test_the_order_of_questions_changes_no_answer(
         assert matcher.allowed(output) == expected
 
 
-@given(LANGUAGES, VOCABULARIES, st.lists(st.integers(0, 3), max_size=5))
+@given(LANGUAGES, VOCABULARIES, st.lists(st.integers(0, 4), max_size=5))
 def test_drafts_are_looked_along_and_leave_no_trace(
     language: Language, tokens: list[bytes], drafts: list[int]
 ) -> None:
+    # One more id, without bytes: it ends the text.
+    tokens = [*tokens[:4], b"", *tokens[4:]]
+    end_id = 4
     matcher = regex(language.regex, tokens).start()
-    along = matcher.allowed_along((), tuple(drafts))
-    assert len(along) == len(drafts) + 1
-    is_possible = True
-    for num_drafts, allowed in enumerate(along):
-        written = b"".join(tokens[i] for i in drafts[:num_drafts])
-        is_possible = is_possible and any(text.startswith(written) for text in language.texts)
-        assert (allowed is not None) == is_possible
-        if allowed is not None:
-            assert_like(allowed, language, tokens, written)
+    constraint = RowConstraint(matcher, (), frozenset({end_id}))
+    masks = constraint.masks_along(tuple(drafts))
+    assert len(masks) == len(drafts) + 1
+    for num_drafts, mask in enumerate(masks):
+        kept = drafts[:num_drafts]
+        written = b"".join(tokens[i] for i in kept)
+        if end_id in kept or not any(text.startswith(written) for text in language.texts):
+            assert mask is None
+            continue
+        expected = language.allowed(tokens, written) | ({end_id} if written in language.texts else set())
+        assert mask is not None
+        assert {i for i in range(len(tokens)) if mask.permits(i)} == expected
+        assert mask.must_end == (expected == {end_id})
     assert_like(matcher.allowed(()), language, tokens, b"")
 
 
