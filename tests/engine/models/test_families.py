@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.attention.reference import ReferenceBackend
+from headrace.engine.attention.select import AUTO, select_backend
 from headrace.engine.config import ModelConfig
 from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
@@ -81,6 +82,11 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     return ids
 
 
+def fastest_backend(storage: KVStorage) -> AttentionBackend:
+    """What a server takes that is not told otherwise."""
+    return select_backend(AUTO, storage)
+
+
 def generated(
     decoder: Decoder,
     sequences: Sequence[LoopSequence],
@@ -112,7 +118,9 @@ def test_logits_at_every_position_equal_the_references(
     [
         ("batched", 10**9, CpuBackend),
         ("chunks of 7", 7, CpuBackend),
-        ("batched, reference attention", 10**9, ReferenceBackend),
+        ("batched (reference attention)", 10**9, ReferenceBackend),
+        ("batched (fastest attention)", 10**9, fastest_backend),
+        ("chunks of 7 (fastest attention)", 7, fastest_backend),
     ],
 )
 def test_greedy_ids_in_a_batch_equal_the_references(
