@@ -188,7 +188,7 @@ async def test_generate_asks_for_the_form_that_is_given_here_or_in_a_file(tmp_pa
         generation_pb2.Constraint(grammar='root ::= "a"'),
         generation_pb2.Constraint(choice=generation_pb2.Choice(options=["yes", "no"])),
     ]
-    assert (missing.status, both.status) == (2, 1)
+    assert (missing.status, both.status) == (2, 2)
     assert "no-such-file" in missing.err
     assert "one thing only" in both.err
 
