@@ -154,6 +154,8 @@ def _try_in_child(vocabulary: LLTokenizer, constraint: Constraint, limits: Trial
 
 def _bind(limits: TrialLimits) -> None:
     """Let the system end this process when it takes too much."""
+    # Whoever started the server may have had other plans with this signal; by default it ends a process.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     statm = Path("/proc/self/statm")
     if statm.is_file():
