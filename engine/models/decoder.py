@@ -5,6 +5,8 @@ Letters: T tokens of the step, R rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,8 @@ from headrace.engine.models.decoder_layer import DecoderLayer, WeightSource, mak
 from headrace.engine.models.layers import make_linear, soft_capped
 from headrace.engine.models.rope import RotaryTable
 from headrace.engine.models.spec import EMBEDDING, FINAL_NORM, HEAD, DecoderSpec
+from headrace.engine.native.kit import native_kit
+from headrace.engine.native.stack import HeadShape, NativeStack
 
 
 class Decoder:
@@ -28,6 +32,8 @@ class Decoder:
         self._spec = spec
         self._embedding = weights.read(EMBEDDING)
         self._layers = [DecoderLayer(spec, weights, layer) for layer in range(spec.num_layers)]
+        # The last layer stays apart: it ends on the wanted rows alone.
+        self._stack = _native_stack(spec, self._layers[:-1])
         self._final_norm = make_norm(spec.norm, weights, FINAL_NORM)
         # A packed head keeps its own copy: the lookup below needs the embedding row by row.
         self._head = make_linear(self._embedding if spec.tied_head else weights.read(HEAD))
@@ -85,8 +91,11 @@ class Decoder:
         if self._embedding_scale != 1.0:
             hidden = hidden.mul_(self._embedding_scale)
         rotary = [table.rows(positions) for table in self._rotary]
-        for layer in self._layers[:-1]:
-            hidden = layer.finish(hidden, layer.attend(hidden, rotary, attention))
+        if self._stack is not None and self._stack.takes(attention):
+            hidden = self._stack.run_(hidden, rotary, attention)
+        else:
+            for layer in self._layers[:-1]:
+                hidden = layer.finish(hidden, layer.attend(hidden, rotary, attention))
         last = self._layers[-1]
         attended = last.attend(hidden, rotary, attention)
         # Past the last attention no token needs another: go on with the wanted rows alone.
@@ -112,3 +121,12 @@ class Decoder:
             logits = logits.div_(self._spec.logits_divisor)
         cap = self._spec.logits_soft_cap
         return logits if cap is None else soft_capped(logits, cap)
+
+
+def _native_stack(spec: DecoderSpec, layers: Sequence[DecoderLayer]) -> NativeStack | None:
+    """The layers as one call into the compiled kernels; None unless all of them can be in it."""
+    kit = native_kit()
+    plain = [layer for layer in map(DecoderLayer.plain, layers) if layer is not None]
+    if kit is None or not plain or len(plain) < len(layers):
+        return None
+    return NativeStack(kit.library, plain, HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim))

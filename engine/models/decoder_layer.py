@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionSpec, AttentionStep
-from headrace.engine.models.layers import LayerNorm, Linear, Norm, RmsNorm, make_linear
+from headrace.engine.models.layers import LayerNorm, Linear, Norm, RmsNorm, gated_silu, make_linear
 from headrace.engine.models.mlp import GATES, GatedMlp, MixtureOfExperts
 from headrace.engine.models.rope import order_of_coordinates, rotate_given
 from headrace.engine.models.spec import DecoderSpec, ExpertsSpec, HeadNorm, NormKind, NormSpec, layer_prefix
+from headrace.engine.native.linear import NativeLinear
+from headrace.engine.native.stack import PlainLayer
 
 Rotary = Sequence[tuple[Tensor, Tensor]]
 """The factors for this step's tokens, one pair for every entry of `DecoderSpec.ropes`."""
@@ -76,6 +78,36 @@ class DecoderLayer:
         attention.write_kv(self._index, compared[:, self._num_heads :], qkv[:, num_compared:])
         attended = attention.attend(self._index, compared[:, : self._num_heads], self._attention)
         return attended.reshape(num_tokens, -1)
+
+    def plain(self) -> PlainLayer | None:
+        """This layer for a `NativeStack`; None if it has what a stack knows nothing of."""
+        before, mlp_norm = self._before_attention, self._before_mlp
+        if not isinstance(self._mlp, GatedMlp) or not isinstance(before, RmsNorm):
+            return None
+        gate_up, down, gate = self._mlp.parts
+        has_more = self._is_parallel or self._residual_scale != 1.0 or self._head_norms is not None
+        if has_more or self._after_attention or self._after_mlp or gate is not gated_silu:
+            return None
+        if not (
+            isinstance(mlp_norm, RmsNorm)
+            and isinstance(self._qkv, NativeLinear)
+            and isinstance(self._attention_out, NativeLinear)
+            and isinstance(gate_up, NativeLinear)
+            and isinstance(down, NativeLinear)
+        ):
+            return None
+        return PlainLayer(
+            attention_gain=before.gain,
+            attention_eps=before.eps,
+            qkv=self._qkv,
+            attention_out=self._attention_out,
+            attention=self._attention,
+            rotary=self._rope,
+            mlp_gain=mlp_norm.gain,
+            mlp_eps=mlp_norm.eps,
+            gate_up=gate_up,
+            down=down,
+        )
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Bring what attention found back into the residual stream, then add the MLP."""

@@ -177,6 +177,16 @@ class RmsNorm:
         self._has_narrow_gain = weight.dim() == 1 and offset == 0.0
         self._kit = native_kit() if weight.dim() == 1 and weight.device.type == "cpu" else None
 
+    @property
+    def gain(self) -> Tensor:
+        """What a normalised vector is multiplied with, in fp32."""
+        return self._weight
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        return self._eps
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """See `Norm`."""
         if self._kit is not None and hidden.dim() == 2 and self._kit.token_ops.takes(hidden):

@@ -38,6 +38,11 @@ class GatedMlp:
         """
         self._gate_up, self._down, self._gate = gate_up, down, gate
 
+    @property
+    def parts(self) -> tuple[Linear, Linear, Gate]:
+        """Both projections of the input, the projection back, and what is between them."""
+        return self._gate_up, self._down, self._gate
+
     def __call__(self, inputs: Tensor) -> Tensor:
         """See `Linear`."""
         return self._down(self._gate(self._gate_up(inputs)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec, Capabilities
 from headrace.engine.errors import IntegrityError
-from headrace.engine.kv.storage import KVStorage
+from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
 
 CAPABILITIES = Capabilities(
@@ -98,6 +98,24 @@ class NativeCpuStep:
         shape = backend.storage.shape
         self._dtype, self._num_layers, self._head_dim = shape.dtype, shape.num_layers, shape.head_dim
         self._new_kv_shape = (metadata.slot_mapping.shape[0], shape.num_kv_heads, shape.head_dim)
+
+    @property
+    def cache_shape(self) -> KVShape:
+        """K and V of one token."""
+        return self._backend.storage.shape
+
+    def open_handle(self, num_tokens: int) -> int:
+        """What the library calls this step, for a call that writes and attends in all layers.
+
+        Args:
+            num_tokens: of the step, T.
+
+        Raises:
+            IntegrityError: the step is over, or has another number of tokens.
+        """
+        if self._step_id != self._backend.step_id or num_tokens != self._new_kv_shape[0]:
+            raise IntegrityError(f"{num_tokens} tokens don't belong to this step, or a newer one has begun")
+        return self._handle
 
     def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
         """See `AttentionStep`."""

@@ -55,7 +55,7 @@ _VARIANT_FLAGS = {
     "generic": (),
 }
 _VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "tokens.cpp")
-_COMMON_SOURCES = ("api.cpp", "plan.cpp")
+_COMMON_SOURCES = ("api.cpp", "plan.cpp", "stack.cpp")
 _X86 = ("x86_64", "AMD64")
 
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 
-from headrace.engine.native.library import NativeUnavailable, load_default
+from headrace.engine.native.library import NativeLibrary, NativeUnavailable, load_default
 from headrace.engine.native.linear import NativeLinears
 from headrace.engine.native.token_ops import NativeTokenOps
 
@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 class NativeKit:
     """Layers and operations over one library."""
 
+    library: NativeLibrary
     linears: NativeLinears
     token_ops: NativeTokenOps
 
@@ -29,4 +30,4 @@ def native_kit() -> NativeKit | None:
     except NativeUnavailable as error:
         _log.info("models compute with torch alone: %s", error)
         return None
-    return NativeKit(NativeLinears(library), NativeTokenOps(library))
+    return NativeKit(library, NativeLinears(library), NativeTokenOps(library))

@@ -99,11 +99,27 @@ class NativeLinear:
     ) -> None:
         self._kernels, self._code, self._dtype = library.kernels, DTYPE_CODES[dtype], dtype
         self._num_outputs, self._width = shape
+        self._shape = (shape[0], shape[1])
         self._num_threads = torch.get_num_threads()
         self._multiply = library.functions.headrace_multiply
         self._packed, self._packed_place = packed, packed.data_ptr()
         self._bias = None if bias is None else bias.contiguous()
         self._bias_place = None if self._bias is None else self._bias.data_ptr()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weight."""
+        return self._dtype
+
+    @property
+    def places(self) -> tuple[int, int | None]:
+        """Addresses of the packed weight and of the bias; good as long as the layer lives."""
+        return self._packed_place, self._bias_place
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Apply the layer.

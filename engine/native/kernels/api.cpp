@@ -1,4 +1,5 @@
-// The library's C interface: addresses and numbers, no type of any other library.
+#include "api.h"
+
 #include <omp.h>
 
 #include <algorithm>

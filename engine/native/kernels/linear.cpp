@@ -67,7 +67,12 @@ void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel
   const char* in = static_cast<const char*>(call.in) + row * call.in_stride * int64_t(sizeof(Stored));
   // Where the results go may have left the caches since it was last written.
   HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r) prefetch_write(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + column);
+  for (int r = 0; r < R; ++r) {
+    prefetch_write(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + column);
+    if (call.residual)
+      prefetch(reinterpret_cast<const char*>(static_cast<const Stored*>(call.residual) +
+                                             (row + r) * call.residual_stride + column));
+  }
   F16 sums[R][kVectors];
   panel_sums<Math, R>(in, call.in_stride * int64_t(sizeof(Stored)), call.weights + panel * kPanel * num_units,
                       num_units, next, sums);

@@ -1,0 +1,103 @@
+// A stack of plain decoder layers in one call: norm, attention, norm, gated MLP, each half added to what came in.
+#include <cstdlib>
+
+#include "api.h"
+#include "attention.h"
+
+namespace {
+
+struct Buffers {
+  ~Buffers() { std::free(memory); }
+  char* at_least(int64_t num_bytes) {
+    if (num_bytes > size) {
+      std::free(memory);
+      size = (num_bytes + 4095) / 4096 * 4096;
+      memory = std::aligned_alloc(64, size_t(size));
+    }
+    return static_cast<char*>(memory);
+  }
+  void* memory = nullptr;
+  int64_t size = 0;
+};
+
+// Kept from step to step; what it holds has no meaning between two calls.
+thread_local Buffers buffers;
+
+struct Run {
+  const void* kernels;
+  HeadraceAttention* attention;
+  const HeadraceStack& stack;
+  const HeadraceRotary* rotary;
+  char* hidden;
+  int64_t num_tokens;
+  char *normed, *qkv, *attended, *gate_up, *gated;
+  int64_t number_bytes;
+
+  void multiply(const void* in, int64_t width, const void* weights, const void* bias, void* out, int64_t num_outputs,
+                bool is_added) const {
+    headrace_multiply(kernels, stack.dtype, stack.dtype == headrace::kFloat32, in, width, weights, bias,
+                      is_added ? out : nullptr, num_outputs, out, num_tokens, width, num_outputs, stack.num_threads);
+  }
+
+  void attend(const HeadraceLayer& layer, int32_t index) const {
+    const int64_t head_dim = stack.head_dim, query_width = stack.num_heads * head_dim;
+    const int64_t kv_width = stack.num_kv_heads * head_dim, qkv_width = query_width + 2 * kv_width;
+    headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.attention_gain, layer.attention_eps, normed,
+                      num_tokens, stack.width, stack.num_threads);
+    multiply(normed, stack.width, layer.qkv, layer.qkv_bias, qkv, qkv_width, false);
+    if (layer.rotary >= 0) {
+      const HeadraceRotary& factors = rotary[layer.rotary];
+      headrace_rotate(kernels, stack.dtype, qkv, qkv_width, factors.cosine, factors.stride, factors.sine,
+                      factors.stride, num_tokens, stack.num_heads + stack.num_kv_heads, head_dim, stack.num_threads);
+    }
+    const char* key = qkv + query_width * number_bytes;
+    headrace_attention_write(attention, index, key, qkv_width, key + kv_width * number_bytes, qkv_width);
+    headrace_attention_attend(attention, index, stack.num_heads, qkv, qkv_width, attended, layer.scale, layer.window,
+                              layer.soft_cap);
+    multiply(attended, query_width, layer.attention_out, layer.attention_out_bias, hidden, stack.width, true);
+  }
+
+  void transform(const HeadraceLayer& layer) const {
+    headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.mlp_gain, layer.mlp_eps, normed, num_tokens,
+                      stack.width, stack.num_threads);
+    multiply(normed, stack.width, layer.gate_up, layer.gate_up_bias, gate_up, 2 * stack.inner_width, false);
+    headrace_gated_silu(kernels, stack.dtype, gate_up, 2 * stack.inner_width, gated, num_tokens, stack.inner_width,
+                        stack.num_threads);
+    multiply(gated, stack.inner_width, layer.down, layer.down_bias, hidden, stack.width, true);
+  }
+};
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void headrace_stack_run(const void* kernels, HeadraceAttention* attention, const HeadraceStack* stack,
+                        const HeadraceLayer* layers, const HeadraceRotary* rotary, void* hidden, int64_t num_tokens) {
+  const int64_t number_bytes = stack->dtype == headrace::kFloat32 ? 4 : 2;
+  const int64_t query_width = int64_t(stack->num_heads) * stack->head_dim;
+  const int64_t qkv_width = query_width + int64_t(2) * stack->num_kv_heads * stack->head_dim;
+  const int64_t widths[] = {stack->width, qkv_width, query_width, 2 * stack->inner_width, stack->inner_width};
+  int64_t offsets[6] = {0};
+  for (int i = 0; i < 5; ++i) offsets[i + 1] = offsets[i] + (widths[i] * num_tokens * number_bytes + 63) / 64 * 64;
+  char* memory = buffers.at_least(offsets[5]);
+  const Run run = {kernels,
+                   attention,
+                   *stack,
+                   rotary,
+                   static_cast<char*>(hidden),
+                   num_tokens,
+                   memory,
+                   memory + offsets[1],
+                   memory + offsets[2],
+                   memory + offsets[3],
+                   memory + offsets[4],
+                   number_bytes};
+  for (int32_t index = 0; index < stack->num_layers; ++index) {
+    run.attend(layers[index], index);
+    run.transform(layers[index]);
+  }
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

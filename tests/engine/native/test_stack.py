@@ -1,0 +1,183 @@
+"""Layers in one call against the same layers one by one: not a bit differs; what can't be in is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.engine.attention.backend import AttentionMetadata, AttentionSpec, AttentionStep
+from headrace.engine.batch import build_batch
+from headrace.engine.config import CacheLayout, ModelConfig
+from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.loader import load_decoder
+from headrace.engine.native.backend import NativeCpuBackend, NativeCpuStep
+from headrace.engine.native.kit import native_kit
+from headrace.engine.native.library import NativeLibrary
+from headrace.engine.native.linear import NativeLinears
+from headrace.engine.native.stack import HeadShape, NativeStack, PlainLayer
+from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
+from headrace.engine.sequence import SequenceId
+from tests.support.tiny_models import write_tiny_family
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 70, 33)
+BLOCKS_PER_ROW = 10
+
+
+class OtherStep:
+    """The same attention, behind a type that no stack knows: the decoder goes layer by layer."""
+
+    def __init__(self, inner: AttentionStep) -> None:
+        self._inner = inner
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._inner.write_kv(layer, key, value)
+
+    def attend(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        return self._inner.attend(layer, query, spec)
+
+
+class CountingStep(NativeCpuStep):
+    """Counts the layers that the decoder goes through itself."""
+
+    num_layers_seen = 0
+
+    def attend(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        self.num_layers_seen += 1
+        return super().attend(layer, query, spec)
+
+
+def load(folder: Path, dtype: str, library: NativeLibrary) -> Decoder:
+    """A decoder over the library's layers; skips the test where the processor has none for the type."""
+    kit = native_kit()
+    assert kit is not None
+    assert kit.library.path == library.path
+    decoder = load_decoder(ModelConfig(folder, dtype=dtype), CPU).decoder
+    if not kit.linears.suits(torch.zeros(2, 2, dtype=decoder.dtype)):
+        pytest.skip(f"linear layers in {dtype} are another library's on this processor")
+    return decoder
+
+
+def storage_of(decoder: Decoder) -> KVStorage:
+    spec = decoder.spec
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
+    return KVStorage(CacheLayout(1 + BLOCKS_PER_ROW * len(LENGTHS), 16), shape, CPU)
+
+
+def plan_of(vocab_size: int, *, first: int) -> StepPlan:
+    generator = torch.Generator().manual_seed(first)
+    return StepPlan(
+        0,
+        tuple(
+            ScheduledSequence(
+                sequence_id=SequenceId(row),
+                first_position=first,
+                token_ids=tuple(torch.randint(0, vocab_size, (length,), generator=generator).tolist()),
+                num_draft_tokens=0,
+                block_ids=tuple(1 + BLOCKS_PER_ROW * row + i for i in range(BLOCKS_PER_ROW)),
+                is_sampled=True,
+                sampling=SamplingParams(temperature=0.0),
+            )
+            for row, length in enumerate(LENGTHS)
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "smollm3", "phi3"])
+def test_layers_in_one_call_give_the_same_bits(
+    library: NativeLibrary, family: str, dtype: str, tmp_path: Path
+) -> None:
+    decoder = load(write_tiny_family(tmp_path, family, num_hidden_layers=4), dtype, library)
+    logits, caches = [], []
+    for is_stacked in (True, False):
+        storage = storage_of(decoder)
+        backend = NativeCpuBackend(storage, library)
+        for first in (0, max(LENGTHS)):
+            batch = build_batch(plan_of(decoder.spec.vocab_size, first=first), 16)
+            step: AttentionStep = backend.begin_step(batch.attention)
+            step = step if is_stacked else OtherStep(step)
+            logits.append(decoder.forward(batch.input_ids, batch.positions, step, batch.logits_rows))
+        caches.append((storage.key, storage.value))
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])
+    assert torch.equal(caches[0][0], caches[1][0])
+    assert torch.equal(caches[0][1], caches[1][1])
+    assert bool(logits[0].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("family", "num_seen"), [("llama", 1), ("smollm3", 1), ("qwen3", 4), ("gemma2", 4), ("mixtral", 4)]
+)
+def test_plain_layers_are_stacked_and_others_are_not(
+    library: NativeLibrary, family: str, num_seen: int, tmp_path: Path
+) -> None:
+    decoder = load(write_tiny_family(tmp_path, family, num_hidden_layers=4), "float32", library)
+    backend = NativeCpuBackend(storage_of(decoder), library)
+    batch = build_batch(plan_of(decoder.spec.vocab_size, first=0), 16)
+    backend.begin_step(batch.attention)
+    step = CountingStep(backend, batch.attention)
+    decoder.forward(batch.input_ids, batch.positions, step, batch.logits_rows)
+    # The last layer ends on the wanted rows, so the decoder keeps it to itself.
+    assert step.num_layers_seen == num_seen
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def make_layer(library: NativeLibrary, *, width: int = 32, inner: int = 48) -> PlainLayer:
+    linears = NativeLinears(library)
+    return PlainLayer(
+        attention_gain=torch.ones(width),
+        attention_eps=1e-5,
+        qkv=linears.make(numbers(64, width)),
+        attention_out=linears.make(numbers(width, 32)),
+        attention=AttentionSpec(0.25),
+        rotary=None,
+        mlp_gain=torch.ones(width),
+        mlp_eps=1e-5,
+        gate_up=linears.make(numbers(2 * inner, width)),
+        down=linears.make(numbers(width, inner)),
+    )
+
+
+HEADS = HeadShape(num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+def begin(library: NativeLibrary, *, head_dim: int = 16, num_tokens: int = 3) -> NativeCpuStep:
+    storage = KVStorage(CacheLayout(3, 16), KVShape(1, 1, head_dim, torch.float32), CPU)
+    lens = torch.tensor([num_tokens], dtype=torch.int32)
+    borders = torch.tensor([0, num_tokens], dtype=torch.int32)
+    slots, table = torch.arange(16, 16 + num_tokens), torch.tensor([[1]], dtype=torch.int32)
+    metadata = AttentionMetadata(slots, table, lens, borders, borders, num_tokens, num_tokens)
+    return NativeCpuBackend(storage, library).begin_step(metadata)
+
+
+def test_layers_of_different_shapes_are_refused(library: NativeLibrary) -> None:
+    with pytest.raises(ValueError, match="of shapes"):
+        NativeStack(library, [make_layer(library), make_layer(library, inner=50)], HEADS)
+    with pytest.raises(ValueError, match="of shapes"):
+        NativeStack(library, [make_layer(library)], HeadShape(num_heads=4, num_kv_heads=1, head_dim=16))
+
+
+def test_attention_of_another_kind_is_not_taken(library: NativeLibrary) -> None:
+    stack = NativeStack(library, [make_layer(library)], HEADS)
+    assert stack.takes(begin(library))
+    assert not stack.takes(begin(library, head_dim=32))
+    assert not stack.takes(OtherStep(begin(library)))
+
+
+def test_what_does_not_fit_the_step_is_refused(library: NativeLibrary) -> None:
+    stack, step = NativeStack(library, [make_layer(library)], HEADS), begin(library)
+    with pytest.raises(ValueError, match="hidden must be"):
+        stack.run_(numbers(3, 34), (), step)
+    with pytest.raises(ValueError, match="hidden must be"):
+        stack.run_(numbers(32, 3).T, (), step)
+    with pytest.raises(ValueError, match="factors must be"):
+        stack.run_(numbers(3, 32), ((numbers(2, 1, 2, 8), numbers(2, 1, 2, 8)),), step)
