@@ -155,7 +155,8 @@ async def test_max_tokens_cuts_a_text_that_would_fit(folder: Path) -> None:
 async def test_neighbours_preemption_and_the_prefix_cache_change_no_answer(folder: Path) -> None:
     names = ["nested objects", "pattern and format", "number ranges", "unicode"]
     requests = [
-        make_request(prompt_len=9, max_tokens=120, sampling=SamplingParams(seed=i)) for i in range(len(names))
+        make_request(prompt=tuple(range(40 + i, 49 + i)), max_tokens=None, sampling=SamplingParams(seed=i))
+        for i in range(len(names))
     ]
     async with make_engine(folder) as engine:
         alone = [
@@ -166,10 +167,10 @@ async def test_neighbours_preemption_and_the_prefix_cache_change_no_answer(folde
         assert again.end is not None
         assert again.end.usage.num_cached_tokens > 0
         assert again.token_ids == alone[0].token_ids
-    # Blocks for about two of them at once.
-    num_blocks = 2 * max(9 + len(answer.token_ids) for answer in alone) // 4 + 2
+    # All of them can begin, and the longest can end.
+    num_blocks = max(9 + len(answer.token_ids) for answer in alone) // 4 + 4
     async with make_engine(folder, num_blocks=num_blocks) as engine:
-        free = make_request(prompt_len=5, max_tokens=40, sampling=WARM)
+        free = make_request(prompt=(5, 6, 7, 8, 9), max_tokens=40, sampling=WARM)
         together = await asyncio.gather(
             *(
                 answer_of(engine, schema_of(name), request)
