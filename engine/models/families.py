@@ -48,13 +48,8 @@ _STABLELM_NAMES = LayerNames(query_norm="self_attn.q_layernorm", key_norm="self_
 def llama(config: JsonFields) -> DecoderSpec:
     """Llama 2 and 3 and what is built like them (SmolLM2, TinyLlama, ...)."""
     _refuse_window(config)
-    attention_bias = config.boolean("attention_bias", False)
-    return replace(
-        _plain(config, "llama", _rope(config)),
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
-        mlp_bias=config.boolean("mlp_bias", False),
-    )
+    spec = _with_attention_bias(config, _plain(config, "llama", _rope(config)))
+    return replace(spec, mlp_bias=config.boolean("mlp_bias", False))
 
 
 def mistral(config: JsonFields) -> DecoderSpec:
@@ -190,14 +185,8 @@ def gemma3(config: JsonFields) -> DecoderSpec:
 def olmo2(config: JsonFields) -> DecoderSpec:
     """OLMo 2: norms behind each half instead of before it, and over all query and all key heads together."""
     _refuse_window(config)
-    attention_bias = config.boolean("attention_bias", False)
-    return replace(
-        _plain(config, "olmo2", _rope(config), eps=1e-5),
-        names=_BEHIND_EACH_HALF,
-        head_norm=HeadNorm.WHOLE,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
-    )
+    spec = _with_attention_bias(config, _plain(config, "olmo2", _rope(config), eps=1e-5))
+    return replace(spec, names=_BEHIND_EACH_HALF, head_norm=HeadNorm.WHOLE)
 
 
 def granite(config: JsonFields) -> DecoderSpec:
@@ -229,14 +218,8 @@ def smollm3(config: JsonFields) -> DecoderSpec:
         replace(layer, rope=rope if turned else None)
         for layer, turned in zip(spec.layers, has_rope, strict=True)
     )
-    attention_bias = config.boolean("attention_bias", False)
-    return replace(
-        spec,
-        layers=layers,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
-        mlp_bias=config.boolean("mlp_bias", False),
-    )
+    spec = _with_attention_bias(config, spec)
+    return replace(spec, layers=layers, mlp_bias=config.boolean("mlp_bias", False))
 
 
 def stablelm(config: JsonFields) -> DecoderSpec:
@@ -306,22 +289,18 @@ def _plain(
 
 
 def _gemma_like(config: JsonFields, family: str, rope: RopeSpec, activation: str) -> DecoderSpec:
-    attention_bias = config.boolean("attention_bias", False)
     spec = _plain(config, family, rope, head_dim=256, tied=True, activation=activation)
-    return replace(
-        spec,
-        norm=replace(spec.norm, offset=1.0),
-        embedding_scale=math.sqrt(spec.hidden_size),
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
-    )
+    norm = replace(spec.norm, offset=1.0)
+    return _with_attention_bias(config, replace(spec, norm=norm, embedding_scale=math.sqrt(spec.hidden_size)))
 
 
 def _with_qwen3_attention(config: JsonFields, spec: DecoderSpec) -> DecoderSpec:
-    attention_bias = config.boolean("attention_bias", False)
-    return replace(
-        spec, head_norm=HeadNorm.PER_HEAD, qkv_bias=attention_bias, attention_out_bias=attention_bias
-    )
+    return _with_attention_bias(config, replace(spec, head_norm=HeadNorm.PER_HEAD))
+
+
+def _with_attention_bias(config: JsonFields, spec: DecoderSpec) -> DecoderSpec:
+    has_bias = config.boolean("attention_bias", False)
+    return replace(spec, qkv_bias=has_bias, attention_out_bias=has_bias)
 
 
 def _rope(

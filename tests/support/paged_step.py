@@ -13,9 +13,11 @@ from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.spec import DecoderSpec
 
 
-def storage_for(spec: DecoderSpec, num_blocks: int, block_size: int = 16) -> KVStorage:
-    """A cache of the decoder's shape, fp32."""
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32)
+def storage_for(
+    spec: DecoderSpec, num_blocks: int, block_size: int = 16, dtype: torch.dtype = torch.float32
+) -> KVStorage:
+    """A cache of the decoder's shape."""
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     return KVStorage(CacheLayout(num_blocks, block_size), shape, torch.device("cpu"))
 
 
@@ -34,5 +36,5 @@ def logits_of(decoder: Decoder, ids: Tensor) -> Tensor:
         max_query_len=length,
         max_seq_len=length,
     )
-    backend = ReferenceBackend(storage_for(decoder.spec, num_blocks + 1))
+    backend = ReferenceBackend(storage_for(decoder.spec, num_blocks + 1, dtype=decoder.dtype))
     return decoder.forward(ids, positions, backend.begin_step(metadata), positions)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.engine.attention.backend import AttentionBackend
@@ -111,6 +112,23 @@ def test_logits_at_every_position_equal_the_references(
     difference = (logits_of(decoder, ids) - expected).abs().max().item()
     family_table.add_logits(variant, len(ids), difference)
     assert difference < TOLERANCE
+
+
+@torch.inference_mode()
+def test_bfloat16_is_as_near_to_fp32_as_the_references(
+    variant: str, folders: Callable[[str], Path], references: Callable[[str], PreTrainedModel]
+) -> None:
+    ids = torch.randint(0, VOCAB_SIZE, (100,), generator=torch.Generator().manual_seed(3))
+    decoder = load_decoder(ModelConfig(path=folders(variant), dtype="bfloat16"), CPU).decoder
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folders(variant), dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    exact = references(variant)(ids[None]).logits[0]
+
+    def error(logits: Tensor) -> float:
+        return (logits.float() - exact).square().mean().sqrt().item()
+
+    assert error(logits_of(decoder, ids)) < 1.5 * error(theirs(ids[None]).logits[0])
 
 
 @pytest.mark.parametrize(

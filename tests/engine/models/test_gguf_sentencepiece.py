@@ -36,7 +36,8 @@ def ours(folder: Path) -> HFTokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> PreTrainedTokenizerFast:
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 
