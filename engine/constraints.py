@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from headrace.engine.errors import InvalidRequest, Overloaded
+from headrace.engine.errors import Overloaded
 from headrace.engine.runner.protocol import LoadedModel
 from headrace.engine.sampling.constraint import (
     INSTALL_HINT,
     CompiledConstraint,
     Constraint,
     ConstraintCompiler,
-    ConstraintKind,
 )
 
 _MAX_PENDING = 64
@@ -35,17 +34,13 @@ class ConstraintDesk:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-constraint")
 
     async def prepare(self) -> bool:
-        """Do beforehand what the first constraint would wait for, and stop the loop for: the library's own
-        form of the vocabulary takes a tenth of a second for 50,000 tokens, and seconds for 250,000.
+        """Do beforehand what the first constraint would stop the loop for: the library's own form of the
+        vocabulary takes a tenth of a second for 50,000 tokens, and seconds for 250,000.
 
         Returns:
             Whether this server can follow constraints at all.
         """
-        try:
-            await self.compile(Constraint(ConstraintKind.JSON_OBJECT))
-        except InvalidRequest:
-            return False
-        return True
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare)
 
     async def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Make the form of a text ready for `Request.constraint`: off the event loop, in bounded time.
@@ -77,6 +72,12 @@ class ConstraintDesk:
             self._compiler.close()
 
     def _compile(self, constraint: Constraint) -> CompiledConstraint:
+        if not self._prepare() or self._compiler is None:
+            raise constraint.refused(f"is not installed on this server, which needs: {INSTALL_HINT}")
+        return self._compiler.compile(constraint)
+
+    def _prepare(self) -> bool:
+        """Make the compiler, if it isn't there; whether it can be made."""
         if self._compiler is None:
             try:
                 # Not everybody who serves a model has it.
@@ -84,10 +85,9 @@ class ConstraintDesk:
             except ModuleNotFoundError as error:
                 if error.name != "llguidance":
                     raise
-                reason = f"is not installed on this server, which needs: {INSTALL_HINT}"
-                raise constraint.refused(reason) from error
+                return False
             info = self._model.info
             self._compiler = GrammarCompiler(self._model.tokenizer, info.vocab_size, info.eos_token_ids)
             if self._is_closed:
                 self._compiler.close()
-        return self._compiler.compile(constraint)
+        return True

@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Set
 from typing import BinaryIO, cast
 
-from llguidance import LLTokenizer
-
 from headrace.engine.errors import RequestFailed
 from headrace.engine.sampling import constraint_trial
 from headrace.engine.sampling.constraint import Constraint
@@ -38,7 +36,7 @@ class GrammarCompiler:
     """See `headrace.engine.sampling.constraint.ConstraintCompiler`.
 
     A constraint is compiled twice: first where it can do no harm, then, once it is known to stay within
-    the bounds, here.
+    the bounds, here. To make one takes as long as `make_vocabulary`.
 
     Args:
         tokenizer: of the model.
@@ -54,14 +52,11 @@ class GrammarCompiler:
         end_token_ids: Set[int],
         limits: TrialLimits | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._end_token_ids = end_token_ids
         self._limits = limits or TrialLimits()
         self._compiled: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._tokens: list[bytes] = []
-        self._vocabulary: LLTokenizer | None = None
+        self._tokens = token_table(tokenizer, vocab_size, end_token_ids)
+        self._vocabulary = make_vocabulary(self._tokens)
         self._trial: _Trial | None = None
         self._is_closed = False
 
@@ -82,9 +77,6 @@ class GrammarCompiler:
         compiled = self.cached(constraint)
         if compiled is not None:
             return compiled
-        if self._vocabulary is None:
-            self._tokens = token_table(self._tokenizer, self._vocab_size, self._end_token_ids)
-            self._vocabulary = make_vocabulary(self._tokens)
         verdict = self._tried(constraint)
         if verdict.refusal:
             raise constraint.refused(verdict.refusal)
