@@ -107,6 +107,11 @@ class ServiceConfig(BaseSettings):
     max_model_len: int | None = Field(
         None, ge=2, description="longest sequence, prompt and output, tokens; unset: the model's own limit"
     )
+    generation_defaults: Literal["model", "neutral"] = Field(
+        "model",
+        description="what a sampling control means that a request leaves open: what the model's "
+        "generation_config.json says, or nothing",
+    )
     threads: int | None = Field(None, ge=1, description="compute threads; unset: one per usable core")
 
     block_size: int = Field(16, ge=1, description="tokens per KV block")

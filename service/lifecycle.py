@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.engine import (
     LoadProgress,
     Request,
     RequestId,
+    SamplingDefaults,
     SamplingParams,
     StopConditions,
     load_model,
@@ -86,6 +88,8 @@ class _Service:
                 log.info("stopped while loading")
                 return EXIT_OK
             model = loading.result()
+            if self._config.generation_defaults == "neutral":
+                model = replace(model, info=replace(model.info, sampling_defaults=SamplingDefaults()))
             # The engine goes down before the servers do, so that what it ends is still told.
             async with AsyncEngine(model, self._config.engine_config(Path(self._config.model))) as engine:
                 return await self._run_engine(engine)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.engine import FieldViolation, InvalidRequest, SamplingParams
+from headrace.engine import FieldViolation, InvalidRequest
 from headrace.service.convert import chat_from_proto
 from headrace.service.interceptors import Context
-from headrace.service.options import default_sampling_to_proto
+from headrace.service.options import default_sampling, default_sampling_to_proto
 from headrace.service.scoring import score
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.violations import chat_violations, text_violations, token_id_violations
@@ -103,7 +103,7 @@ def _model_to_proto(served: ServedModel) -> model_pb2.Model:
         dtype=info.dtype,
         num_parameters=info.num_parameters,
         has_chat_template=engine.tokenizer.has_chat_template,
-        default_sampling=default_sampling_to_proto(SamplingParams()),
+        default_sampling=default_sampling_to_proto(default_sampling(info)),
         kv_cache_tokens=engine.layout.num_tokens,
         block_size=engine.layout.block_size,
     )

@@ -34,7 +34,7 @@ def sampling_from_proto(
         *_logprobs_violations(output, limits),
     ]
     wrong = {violation.field for violation in violations}
-    default = SamplingParams()
+    default = default_sampling(model)
     sampling = default
 
     def allowed() -> frozenset[int] | None:
@@ -72,6 +72,18 @@ def sampling_from_proto(
     if violations:
         raise InvalidRequest(*violations)
     return sampling
+
+
+def default_sampling(model: ModelInfo) -> SamplingParams:
+    """What a control that a request leaves open means."""
+    suggested = model.sampling_defaults
+    return SamplingParams(
+        temperature=suggested.temperature,
+        top_k=suggested.top_k,
+        top_p=suggested.top_p,
+        min_p=suggested.min_p,
+        repetition_penalty=suggested.repetition_penalty,
+    )
 
 
 def count_violations(start: pb.StartGeneration, limits: Limits) -> Iterator[FieldViolation]:

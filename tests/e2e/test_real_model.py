@@ -139,6 +139,27 @@ async def test_constraints_hold_on_the_wire_and_faulty_ones_hurt_only_their_send
     assert ids_of(session.events["free"]) == transformers_ids((5, 6, 7))
 
 
+@pytest.mark.parametrize(("flag", "told"), [("model", (0.5, 7, 0.25)), ("neutral", (1.0, 0, 1.0))])
+async def test_what_the_model_suggests_applies_or_not_and_a_request_has_the_last_word(
+    tmp_path: Path, flag: str, told: tuple[float, int, float]
+) -> None:
+    folder = write_tiny_llama(tmp_path / "tiny")
+    with edited_json(folder / "generation_config.json") as suggested:
+        suggested.update(do_sample=True, temperature=0.5, top_k=7, top_p=0.25)
+    flags = ("--model", str(folder), "--num-blocks", "64", "--generation-defaults", flag)
+    open_start, own_start = (make_start(label, prompt=(5, 6), max_tokens=2) for label in ("open", "own"))
+    open_start.ClearField("sampling")
+    own_start.sampling.CopyFrom(SamplingOptions(temperature=0.75))
+    async with server_process("serve", tmp_path / "ready", *flags, module="headrace.service") as server:
+        await server.until_health(HealthCheckResponse.SERVING)
+        left_open, own = [
+            (await server.generation.GenerateOnce(GenerateOnceRequest(start=start))).accepted.sampling
+            for start in (open_start, own_start)
+        ]
+    assert (left_open.temperature, left_open.top_k, left_open.top_p) == told
+    assert (own.temperature, own.top_k, own.top_p) == (0.75, *told[1:])
+
+
 def missing(folder: Path) -> None:
     shutil.rmtree(folder)
 
