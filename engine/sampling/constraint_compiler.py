@@ -28,7 +28,7 @@ from headrace.engine.sampling.constraint_trial import (
 )
 from headrace.engine.tokenizer import Tokenizer
 
-_MAX_REMEMBERED = 64
+_MAX_REMEMBERED = 32
 _BYTE_SPELLING = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

@@ -116,6 +116,8 @@ def grammar_of(constraint: Constraint) -> str:
             try:
                 return _PREAMBLE + grammar_from("ebnf", constraint.text)
             except ValueError as error:
+                if isinstance(error.__context__, RecursionError):
+                    raise GrammarRefusedError("is nested too deeply") from error
                 raise GrammarRefusedError(told(str(error).rpartition("to Lark: ")[2])) from error
 
 

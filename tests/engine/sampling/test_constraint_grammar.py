@@ -100,6 +100,7 @@ def test_the_text_has_the_form(kind: str, text: str, admitted: str, not_admitted
         ("regex", "(" * 20_000 + "a" + ")" * 20_000, "nest"),
         ("regex", "((((a{1,99}){1,99}){1,99}){1,99}){1,99}", "is too complex to be followed"),
         ("grammar", "root ::= other\n", "Rule 'other' not found"),
+        ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "is nested too deeply"),
         ("grammar", "root ::= root\n", "admits no text at all"),
         ("grammar", "start: other\n", "other"),
         ("grammar", "start: <|im_end|>\n", "can't make sense of it"),
