@@ -1,13 +1,12 @@
 #include "api.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 
 #include "plan.h"
+#include "team.h"
 #include "variant.h"
 
 #if defined(__x86_64__)
@@ -64,11 +63,14 @@ void share(int64_t count, int64_t work_per_token, int num_threads, const Functio
   const int64_t useful = count * work_per_token / kLeastWork;
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>({num_threads, count, useful}));
   if (parts == 1) return function(0, count);
-#pragma omp parallel num_threads(int(parts))
-  {
-    const int64_t index = omp_get_thread_num(), total = omp_get_num_threads();
-    function(count * index / total, count * (index + 1) / total);
-  }
+  int64_t next_part = 0;
+  in_parallel(int(parts), [&] {
+    for (;;) {
+      const int64_t part = __atomic_fetch_add(&next_part, 1, __ATOMIC_RELAXED);
+      if (part >= parts) return;
+      function(count * part / parts, count * (part + 1) / parts);
+    }
+  });
 }
 
 }  // namespace
@@ -189,10 +191,8 @@ void headrace_attention_attend(HeadraceAttention* attention, int32_t layer, int3
   call.soft_cap = soft_cap;
   call.next_item = &next_item;
   const auto attend = attention->kernels->attend;
-  const int num_threads = std::min(attention->num_threads, call.num_items);
-  if (num_threads <= 1) return attend(call, thread_scratch.at_least(attention->scratch_bytes));
-#pragma omp parallel num_threads(num_threads)
-  attend(call, thread_scratch.at_least(attention->scratch_bytes));
+  in_parallel(std::min(attention->num_threads, call.num_items),
+              [&] { attend(call, thread_scratch.at_least(attention->scratch_bytes)); });
 }
 
 void headrace_rms_norm(const void* kernels, int32_t dtype, const void* in, int64_t in_stride, const float* gain,
@@ -259,7 +259,7 @@ void headrace_multiply(const void* kernels, int32_t dtype, int32_t is_out_fp32, 
   const int64_t num_runs = std::max<int64_t>(1, std::min<int64_t>(num_panels, (kRunsPerThread * num_threads + num_blocks - 1) / num_blocks));
   const int64_t num_items = num_blocks * num_runs;
   int32_t next_item = 0;
-  const auto work = [&] {
+  in_parallel(num_items == 1 ? 1 : num_threads, [&] {
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
       if (item >= num_items) return;
@@ -267,10 +267,7 @@ void headrace_multiply(const void* kernels, int32_t dtype, int32_t is_out_fp32, 
       multiply(call, num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, num_panels * run / num_runs,
                num_panels * (run + 1) / num_runs);
     }
-  };
-  if (num_threads <= 1 || num_items == 1) return work();
-#pragma omp parallel num_threads(num_threads)
-  work();
+  });
 }
 
 #pragma GCC visibility pop

@@ -3,6 +3,7 @@
 
 #include "api.h"
 #include "attention.h"
+#include "team.h"
 
 namespace {
 
@@ -93,10 +94,12 @@ void headrace_stack_run(const void* kernels, HeadraceAttention* attention, const
                    memory + offsets[3],
                    memory + offsets[4],
                    number_bytes};
-  for (int32_t index = 0; index < stack->num_layers; ++index) {
-    run.attend(layers[index], index);
-    run.transform(layers[index]);
-  }
+  headrace::with_team(stack->num_threads, [&] {
+    for (int32_t index = 0; index < stack->num_layers; ++index) {
+      run.attend(layers[index], index);
+      run.transform(layers[index]);
+    }
+  });
 }
 
 }  // extern "C"
