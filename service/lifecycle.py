@@ -187,7 +187,9 @@ async def _warm_up(engine: AsyncEngine) -> None:
     async for event in engine.submit(request):
         if isinstance(event, FailureEvent):
             raise event.error
-    log.info("warmed up", seconds=round(time.monotonic() - began_s, 3))
+    # It would stop the event loop when the first constraint comes.
+    has_constraints = await engine.constraints.prepare()
+    log.info("warmed up", seconds=round(time.monotonic() - began_s, 3), constraints=has_constraints)
 
 
 def _log_ready(engine: AsyncEngine) -> None:
