@@ -32,8 +32,7 @@ class Decoder:
         self._spec = spec
         self._embedding = weights.read(EMBEDDING)
         self._layers = [DecoderLayer(spec, weights, layer) for layer in range(spec.num_layers)]
-        # The last layer stays apart: it ends on the wanted rows alone.
-        self._stack = _native_stack(spec, self._layers[:-1])
+        self._stack = _native_stack(spec, self._layers)
         self._final_norm = make_norm(spec.norm, weights, FINAL_NORM)
         # A packed head keeps its own copy: the lookup below needs the embedding row by row.
         self._head = make_linear(self._embedding if spec.tied_head else weights.read(HEAD))
@@ -92,10 +91,9 @@ class Decoder:
             hidden = hidden.mul_(self._embedding_scale)
         rotary = [table.rows(positions) for table in self._rotary]
         if self._stack is not None and self._stack.takes(attention):
-            hidden = self._stack.run_(hidden, rotary, attention)
-        else:
-            for layer in self._layers[:-1]:
-                hidden = layer.finish(hidden, layer.attend(hidden, rotary, attention))
+            return self._final_norm(self._stack.run(hidden, rotary, attention, rows))
+        for layer in self._layers[:-1]:
+            hidden = layer.finish(hidden, layer.attend(hidden, rotary, attention))
         last = self._layers[-1]
         attended = last.attend(hidden, rotary, attention)
         # Past the last attention no token needs another: go on with the wanted rows alone.

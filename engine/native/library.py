@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(c_void_p, c_int64, c_int64, c_int64, c_int32),
         ),
     ),
-    "stack_run": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
+    "stack_run": (None, (*(c_void_p,) * 6, c_int64, c_void_p, c_int64, c_void_p)),
     "argmax": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32)),
 }
 

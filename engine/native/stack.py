@@ -1,6 +1,6 @@
-"""A stack of plain decoder layers in one call: between two layers no Python runs.
+"""All layers of a plain decoder in one call: between two of them no Python runs.
 
-Letters: T tokens of the step, K width of the residual stream, D head width.
+Letters: T tokens of the step, R rows that are wanted, K width of the residual stream, D head width.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HeadShape:
 
 
 class NativeStack:
-    """Some layers, from the model's first on."""
+    """All layers of a model, from the embedding to the final norm, both excluded."""
 
     def __init__(self, library: NativeLibrary, layers: Sequence[PlainLayer], heads: HeadShape) -> None:
         """Lay the layers out for the library.
@@ -112,18 +112,23 @@ class NativeStack:
             self._dtype,
         )
 
-    def run_(
-        self, hidden: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], attention: NativeCpuStep
+    def run(
+        self,
+        hidden: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        attention: NativeCpuStep,
+        rows: Tensor,
     ) -> Tensor:
-        """Send the step's tokens through all layers, in place.
+        """Send the step's tokens through all layers; past the last attention, the wanted rows alone.
 
         Args:
-            hidden: (T, K), contiguous, type of the weights.
+            hidden: (T, K), contiguous, type of the weights. Its content is lost.
             rotary: cosine and sine, (T, 1, 2, D / 2) each, as `NativeTokenOps.rotate_` takes them.
             attention: one that `takes` approves of.
+            rows: (R,), int64, contiguous, each below T: tokens that are wanted.
 
         Returns:
-            `hidden`.
+            (R, K).
         """
         if (
             hidden.dtype is not self._dtype
@@ -134,6 +139,9 @@ class NativeStack:
                 f"hidden must be contiguous {self._dtype} of width {self._stack.width}, "
                 f"not {hidden.dtype} {tuple(hidden.shape)}"
             )
+        if rows.dtype is not torch.int64 or not rows.is_contiguous():
+            raise ValueError(f"rows must be contiguous int64, not {rows.dtype}")
+        out = torch.empty((rows.shape[0], hidden.shape[1]), dtype=hidden.dtype)
         factors = (_Rotary * len(rotary))(*(self._factors(hidden.shape[0], *pair) for pair in rotary))
         self._run(
             self._kernels,
@@ -143,8 +151,11 @@ class NativeStack:
             ctypes.addressof(factors),
             hidden.data_ptr(),
             hidden.shape[0],
+            rows.data_ptr(),
+            rows.shape[0],
+            out.data_ptr(),
         )
-        return hidden
+        return out
 
     def _factors(self, num_tokens: int, cosine: Tensor, sine: Tensor) -> _Rotary:
         shape = (num_tokens, 1, 2, self._heads.head_dim // 2)

@@ -60,7 +60,9 @@ struct HeadraceRotary {
   int64_t stride;
 };
 
-// Runs `hidden`, (T, width), through all layers, in place.
+// Runs `hidden`, (T, width), through all layers; it is overwritten. After the last attention only some rows go on:
+// they end in `out`, (num_rows, width).
 void headrace_stack_run(const void* kernels, HeadraceAttention* attention, const HeadraceStack* stack,
-                        const HeadraceLayer* layers, const HeadraceRotary* rotary, void* hidden, int64_t num_tokens);
+                        const HeadraceLayer* layers, const HeadraceRotary* rotary, void* hidden, int64_t num_tokens,
+                        const int64_t* rows, int64_t num_rows, void* out);
 }

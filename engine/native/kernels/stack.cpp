@@ -1,5 +1,6 @@
 // A stack of plain decoder layers in one call: norm, attention, norm, gated MLP, each half added to what came in.
 #include <cstdlib>
+#include <cstring>
 
 #include "api.h"
 #include "attention.h"
@@ -29,44 +30,52 @@ struct Run {
   HeadraceAttention* attention;
   const HeadraceStack& stack;
   const HeadraceRotary* rotary;
-  char* hidden;
-  int64_t num_tokens;
   char *normed, *qkv, *attended, *gate_up, *gated;
   int64_t number_bytes;
 
-  void multiply(const void* in, int64_t width, const void* weights, const void* bias, void* out, int64_t num_outputs,
-                bool is_added) const {
+  int64_t query_width() const { return int64_t(stack.num_heads) * stack.head_dim; }
+
+  void multiply(const void* in, int64_t num_rows, int64_t width, const void* weights, const void* bias, void* out,
+                int64_t num_outputs, bool is_added) const {
     headrace_multiply(kernels, stack.dtype, stack.dtype == headrace::kFloat32, in, width, weights, bias,
-                      is_added ? out : nullptr, num_outputs, out, num_tokens, width, num_outputs, stack.num_threads);
+                      is_added ? out : nullptr, num_outputs, out, num_rows, width, num_outputs, stack.num_threads);
   }
 
-  void attend(const HeadraceLayer& layer, int32_t index) const {
-    const int64_t head_dim = stack.head_dim, query_width = stack.num_heads * head_dim;
-    const int64_t kv_width = stack.num_kv_heads * head_dim, qkv_width = query_width + 2 * kv_width;
+  // hidden -> attended; writes K and V.
+  void attend(const HeadraceLayer& layer, int32_t index, const char* hidden, int64_t num_tokens) const {
+    const int64_t head_dim = stack.head_dim, kv_width = stack.num_kv_heads * head_dim;
+    const int64_t qkv_width = query_width() + 2 * kv_width;
     headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.attention_gain, layer.attention_eps, normed,
                       num_tokens, stack.width, stack.num_threads);
-    multiply(normed, stack.width, layer.qkv, layer.qkv_bias, qkv, qkv_width, false);
+    multiply(normed, num_tokens, stack.width, layer.qkv, layer.qkv_bias, qkv, qkv_width, false);
     if (layer.rotary >= 0) {
       const HeadraceRotary& factors = rotary[layer.rotary];
       headrace_rotate(kernels, stack.dtype, qkv, qkv_width, factors.cosine, factors.stride, factors.sine,
                       factors.stride, num_tokens, stack.num_heads + stack.num_kv_heads, head_dim, stack.num_threads);
     }
-    const char* key = qkv + query_width * number_bytes;
+    const char* key = qkv + query_width() * number_bytes;
     headrace_attention_write(attention, index, key, qkv_width, key + kv_width * number_bytes, qkv_width);
     headrace_attention_attend(attention, index, stack.num_heads, qkv, qkv_width, attended, layer.scale, layer.window,
                               layer.soft_cap);
-    multiply(attended, query_width, layer.attention_out, layer.attention_out_bias, hidden, stack.width, true);
   }
 
-  void transform(const HeadraceLayer& layer) const {
-    headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.mlp_gain, layer.mlp_eps, normed, num_tokens,
+  // Brings what attention found back into `hidden`, then adds the MLP.
+  void finish(const HeadraceLayer& layer, char* hidden, int64_t num_rows) const {
+    multiply(attended, num_rows, query_width(), layer.attention_out, layer.attention_out_bias, hidden, stack.width,
+             true);
+    headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.mlp_gain, layer.mlp_eps, normed, num_rows,
                       stack.width, stack.num_threads);
-    multiply(normed, stack.width, layer.gate_up, layer.gate_up_bias, gate_up, 2 * stack.inner_width, false);
-    headrace_gated_silu(kernels, stack.dtype, gate_up, 2 * stack.inner_width, gated, num_tokens, stack.inner_width,
+    multiply(normed, num_rows, stack.width, layer.gate_up, layer.gate_up_bias, gate_up, 2 * stack.inner_width, false);
+    headrace_gated_silu(kernels, stack.dtype, gate_up, 2 * stack.inner_width, gated, num_rows, stack.inner_width,
                         stack.num_threads);
-    multiply(gated, stack.inner_width, layer.down, layer.down_bias, hidden, stack.width, true);
+    multiply(gated, num_rows, stack.inner_width, layer.down, layer.down_bias, hidden, stack.width, true);
   }
 };
+
+// Some rows of a matrix, one after the other.
+void gather(const char* in, const int64_t* rows, int64_t num_rows, int64_t row_bytes, char* out) {
+  for (int64_t i = 0; i < num_rows; ++i) std::memcpy(out + i * row_bytes, in + rows[i] * row_bytes, size_t(row_bytes));
+}
 
 }  // namespace
 
@@ -74,31 +83,40 @@ struct Run {
 extern "C" {
 
 void headrace_stack_run(const void* kernels, HeadraceAttention* attention, const HeadraceStack* stack,
-                        const HeadraceLayer* layers, const HeadraceRotary* rotary, void* hidden, int64_t num_tokens) {
+                        const HeadraceLayer* layers, const HeadraceRotary* rotary, void* hidden, int64_t num_tokens,
+                        const int64_t* rows, int64_t num_rows, void* out) {
   const int64_t number_bytes = stack->dtype == headrace::kFloat32 ? 4 : 2;
   const int64_t query_width = int64_t(stack->num_heads) * stack->head_dim;
   const int64_t qkv_width = query_width + int64_t(2) * stack->num_kv_heads * stack->head_dim;
   const int64_t widths[] = {stack->width, qkv_width, query_width, 2 * stack->inner_width, stack->inner_width};
+  const int64_t most_rows = num_tokens > num_rows ? num_tokens : num_rows;
   int64_t offsets[6] = {0};
-  for (int i = 0; i < 5; ++i) offsets[i + 1] = offsets[i] + (widths[i] * num_tokens * number_bytes + 63) / 64 * 64;
+  for (int i = 0; i < 5; ++i) offsets[i + 1] = offsets[i] + (widths[i] * most_rows * number_bytes + 63) / 64 * 64;
   char* memory = buffers.at_least(offsets[5]);
   const Run run = {kernels,
                    attention,
                    *stack,
                    rotary,
-                   static_cast<char*>(hidden),
-                   num_tokens,
                    memory,
                    memory + offsets[1],
                    memory + offsets[2],
                    memory + offsets[3],
                    memory + offsets[4],
                    number_bytes};
+  char* stream = static_cast<char*>(hidden);
+  const int32_t last = stack->num_layers - 1;
   headrace::with_team(stack->num_threads, [&] {
-    for (int32_t index = 0; index < stack->num_layers; ++index) {
-      run.attend(layers[index], index);
-      run.transform(layers[index]);
+    for (int32_t index = 0; index < last; ++index) {
+      run.attend(layers[index], index, stream, num_tokens);
+      run.finish(layers[index], stream, num_tokens);
     }
+    run.attend(layers[last], last, stream, num_tokens);
+    if (num_rows == 0) return;
+    // Past the last attention no token needs another.
+    gather(stream, rows, num_rows, stack->width * number_bytes, static_cast<char*>(out));
+    gather(run.attended, rows, num_rows, query_width * number_bytes, run.qkv);
+    std::memcpy(run.attended, run.qkv, size_t(num_rows * query_width * number_bytes));
+    run.finish(layers[last], static_cast<char*>(out), num_rows);
   });
 }
 

@@ -112,7 +112,7 @@ def test_layers_in_one_call_give_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("family", "num_seen"), [("llama", 1), ("smollm3", 1), ("qwen3", 4), ("gemma2", 4), ("mixtral", 4)]
+    ("family", "num_seen"), [("llama", 0), ("smollm3", 0), ("qwen3", 4), ("gemma2", 4), ("mixtral", 4)]
 )
 def test_plain_layers_are_stacked_and_others_are_not(
     library: NativeLibrary, family: str, num_seen: int, tmp_path: Path
@@ -123,7 +123,6 @@ def test_plain_layers_are_stacked_and_others_are_not(
     backend.begin_step(batch.attention)
     step = CountingStep(backend, batch.attention)
     decoder.forward(batch.input_ids, batch.positions, step, batch.logits_rows)
-    # The last layer ends on the wanted rows, so the decoder keeps it to itself.
     assert step.num_layers_seen == num_seen
 
 
@@ -175,9 +174,17 @@ def test_attention_of_another_kind_is_not_taken(library: NativeLibrary) -> None:
 
 def test_what_does_not_fit_the_step_is_refused(library: NativeLibrary) -> None:
     stack, step = NativeStack(library, [make_layer(library)], HEADS), begin(library)
+    rows = torch.arange(3)
     with pytest.raises(ValueError, match="hidden must be"):
-        stack.run_(numbers(3, 34), (), step)
+        stack.run(numbers(3, 34), (), step, rows)
     with pytest.raises(ValueError, match="hidden must be"):
-        stack.run_(numbers(32, 3).T, (), step)
+        stack.run(numbers(32, 3).T, (), step, rows)
+    with pytest.raises(ValueError, match="rows must be"):
+        stack.run(numbers(3, 32), (), step, rows.int())
     with pytest.raises(ValueError, match="factors must be"):
-        stack.run_(numbers(3, 32), ((numbers(2, 1, 2, 8), numbers(2, 1, 2, 8)),), step)
+        stack.run(numbers(3, 32), ((numbers(2, 1, 2, 8), numbers(2, 1, 2, 8)),), step, rows)
+
+
+def test_no_rows_may_be_wanted(library: NativeLibrary) -> None:
+    stack, step = NativeStack(library, [make_layer(library)], HEADS), begin(library)
+    assert stack.run(numbers(3, 32), (), step, torch.arange(0)).shape == (0, 32)
