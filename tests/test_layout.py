@@ -25,7 +25,9 @@ MAX_FUNCTION_LINES = 60
 MAX_PUBLIC_METHODS = 10
 
 # What is longer than the limits, and why it reads better whole.
-LONG_FOR_A_REASON: dict[str, str] = {}
+LONG_FOR_A_REASON: dict[str, str] = {
+    "engine/models/json_file.py:JsonFields": "one reader per JSON type, each a few lines: a table, not a task",
+}
 
 TOP_LEVEL = {
     "pyproject.toml",
