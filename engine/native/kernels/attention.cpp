@@ -89,7 +89,7 @@ class Worker {
     // One item ahead, so that the first tile of the next one is on its way when it begins.
     int index = take_item();
     if (index >= call_.num_items) return;
-    ahead_->reset(zeros_);
+    ahead_->clear();
     find_rows(call_.items[index], 0, rows_[0]);
     while (index < call_.num_items) {
       const int next = take_item();
@@ -159,7 +159,7 @@ class Worker {
       if (tile + 1 < item.num_tiles) find_rows(item, tile + 1, next);
       else if (next_item) find_rows(*next_item, 0, next);
       for (int h = 0; h < item.num_heads; ++h) run_tile(item, tile, h, num_rows);
-      while (!ahead_->is_done()) ahead_->fetch_line();
+      while (!ahead_->is_done()) ahead_->fetch_lines<4>();
       rows_[1] = rows_[0];
       rows_[0] = next;
     }

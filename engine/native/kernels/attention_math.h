@@ -22,44 +22,60 @@ constexpr int kLinesPerPair = 4;
 
 // What the next tile will read, fetched line by line between the arithmetic. A processor drops prefetches that it has
 // no buffer for, so each one is followed, some lines later, by a load of the same line: that one waits.
-struct Ahead {
+class Ahead {
+ public:
+  void clear() {
+    num_runs_ = 0;
+    num_fetched_ = 0;
+    fetched_ = touched_ = Cursor();
+  }
+  void add(const char* begin, int64_t num_bytes) { runs_[num_runs_++] = {begin, begin + num_bytes}; }
+  bool is_done() const { return fetched_.place >= fetched_.end && fetched_.next_run >= num_runs_; }
+
+  template <int N>
+  void fetch_lines() {
+    if (is_done()) return;
+    advance<N>(&fetched_, [](const char* line) { prefetch(line); });
+    if (num_fetched_ >= kPending) advance<N>(&touched_, [](const char* line) { touch(line); });
+    num_fetched_ += N;
+  }
+
+ private:
   static constexpr int kMaxRuns = 2 * kTile;
   static constexpr int kPending = 64;
+  static constexpr int kLine = 64;
   struct Run {
     const char* begin;
     const char* end;
   };
+  struct Cursor {
+    const char* place = nullptr;
+    const char* end = nullptr;
+    int next_run = 0;
+  };
 
-  // `readable`: any address that a load may touch.
-  void reset(const char* readable) {
-    clear();
-    for (const char*& line : pending) line = readable;
-  }
-  void clear() {
-    num_runs = next_run = 0;
-    place = end = nullptr;
-  }
-  void add(const char* begin, int64_t num_bytes) { runs[num_runs++] = {begin, begin + num_bytes}; }
-  bool is_done() const { return place >= end && next_run >= num_runs; }
-  void fetch_line() {
-    if (place >= end) {
-      if (next_run >= num_runs) return;
-      place = runs[next_run].begin;
-      end = runs[next_run++].end;
+  template <int N, typename Function>
+  void advance(Cursor* cursor, const Function& function) {
+    if (cursor->end - cursor->place >= N * kLine) {
+      HEADRACE_UNROLL
+      for (int i = 0; i < N; ++i) function(cursor->place + i * kLine);
+      cursor->place += N * kLine;
+      return;
     }
-    const char*& line = pending[count++ % kPending];
-    touch(line);
-    line = place;
-    prefetch(place);
-    place += 64;
+    for (int i = 0; i < N; ++i, cursor->place += kLine) {
+      if (cursor->place >= cursor->end) {
+        if (cursor->next_run >= num_runs_) return;
+        const Run& run = runs_[cursor->next_run++];
+        cursor->place = run.begin;
+        cursor->end = run.end;
+      }
+      function(cursor->place);
+    }
   }
 
-  int num_runs = 0, next_run = 0;
-  unsigned count = 0;
-  const char* place = nullptr;
-  const char* end = nullptr;
-  const char* pending[kPending];
-  Run runs[kMaxRuns];
+  int num_runs_ = 0, num_fetched_ = 0;
+  Cursor fetched_, touched_;
+  Run runs_[kMaxRuns];
 };
 
 // How far a group's result has come, over the tiles so far, or where one tile's part goes.
@@ -78,8 +94,7 @@ inline F16 from_bits(__m512i a) { return _mm512_castsi512_ps(a); }
 // 16 rows of `num_bytes` (a multiple of 16) -> num_bytes / 4 vectors of one unit each.
 inline void transpose_units(const char* const* rows, int64_t byte_offset, int num_bytes, float* packed, Ahead* ahead) {
   for (int chunk = 0; chunk < num_bytes; chunk += 16) {
-    HEADRACE_UNROLL
-    for (int i = 0; i < kLinesPerChunk; ++i) ahead->fetch_line();
+    ahead->fetch_lines<kLinesPerChunk>();
     __m512i quad[4];
     for (int j = 0; j < 4; ++j) {
       // Lane l holds the chunk of row 4 l + j, so that a transposition inside lanes puts all rows in order.
@@ -125,7 +140,7 @@ struct WideMath {
     for (int lane = 0; lane < kLanes; ++lane) {
       const T* row = reinterpret_cast<const T*>(rows[lane] + byte_offset);
       for (int d = 0; d < head_dim; ++d) packed[d * kLanes + lane] = to_float(row[d]);
-      for (int byte = 0; byte < 2 * head_dim * int(sizeof(T)); byte += 64) ahead->fetch_line();
+      for (int byte = 0; byte < 2 * head_dim * int(sizeof(T)); byte += 64) ahead->fetch_lines<1>();
     }
   }
 
@@ -163,8 +178,7 @@ struct WideMath {
       for (int c = 0; c < C; ++c) sums[r][c] = splat(0.f);
     for (int t = first; t < last; ++t) {
       const T* row = reinterpret_cast<const T*>(rows[t] + byte_offset) + column;
-      HEADRACE_UNROLL
-      for (int i = 0; i < kLinesPerPair; ++i) ahead->fetch_line();
+      ahead->fetch_lines<kLinesPerPair>();
       F16 values[C];
       HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) values[c] = load_first(row + c * kLanes, num_columns - c * kLanes);
@@ -247,8 +261,7 @@ struct DotMath {
     for (int t = first & ~1; t < last; t += 2) {
       const bf16* even = reinterpret_cast<const bf16*>(rows[t] + byte_offset) + column;
       const bf16* odd = reinterpret_cast<const bf16*>(rows[t + 1] + byte_offset) + column;
-      HEADRACE_UNROLL
-      for (int i = 0; i < kLinesPerPair; ++i) ahead->fetch_line();
+      ahead->fetch_lines<kLinesPerPair>();
       __m512i pairs[2 * C];
       HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) {
