@@ -4,7 +4,8 @@
 
 Every line is one kind of step. `best` and `median` are of whole steps; the other columns are means over the
 same steps: plan to tensors, attention's shared work, KV writes, attention, the rest of the forward pass,
-and what is left (sampling, results).
+and what is left (sampling, results). To time the parts, the decoder is kept from running all layers in one
+compiled call; `--whole` lets it, and times whole steps alone.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class TimedModel:
 class Bench:
     """A model over a pool that is full of random KV."""
 
-    def __init__(self, model: ModelConfig, num_tokens: int, block_size: int, clock: Clock) -> None:
+    def __init__(
+        self, model: ModelConfig, num_tokens: int, block_size: int, clock: Clock, *, is_whole: bool
+    ) -> None:
         device = torch.device("cpu")
         decoder = load_decoder(model, device).decoder
         spec = decoder.spec
@@ -110,8 +113,14 @@ class Bench:
         storage.value.normal_()
         self._clock = clock
         self._block_size = block_size
-        attention = TimedBackend(select_backend(model.attention_backend, storage), self._clock)
-        self._runner = ModelRunner(TimedModel(decoder, self._clock), attention, layout)
+        backend = select_backend(model.attention_backend, storage)
+        self._is_whole = is_whole
+        if is_whole:
+            self._runner = ModelRunner(decoder, backend, layout)
+        else:
+            self._runner = ModelRunner(
+                TimedModel(decoder, self._clock), TimedBackend(backend, self._clock), layout
+            )
 
     def measure(self, name: str, plan: StepPlan, seconds: float) -> None:
         """Run `plan` again and again, and print a line."""
@@ -123,17 +132,16 @@ class Bench:
             started = self._clock.now()
             self._runner.execute(plan)
             times.append(self._clock.now() - started)
-        part = {name: total / len(times) for name, total in self._clock.seconds.items()}
-        attention = part["write"] + part["attend"]
-        columns = {
-            "best": min(times),
-            "median": statistics.median(times),
-            "begin": part["begin"],
-            "write": part["write"],
-            "attend": part["attend"],
-            "other forward": part["forward"] - attention,
-            "rest": statistics.mean(times) - part["forward"] - part["begin"],
-        }
+        columns = {"best": min(times), "median": statistics.median(times)}
+        if not self._is_whole:
+            part = {name: total / len(times) for name, total in self._clock.seconds.items()}
+            columns |= {
+                "begin": part["begin"],
+                "write": part["write"],
+                "attend": part["attend"],
+                "other forward": part["forward"] - part["write"] - part["attend"],
+                "rest": statistics.mean(times) - part["forward"] - part["begin"],
+            }
         cells = "  ".join(f"{label} {1e3 * value:7.2f}" for label, value in columns.items())
         print(f"{name:24s} {cells}  ms  {plan.num_tokens / min(times):7.0f} tokens/s at best", flush=True)
 
@@ -168,6 +176,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="per line")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--whole", action="store_true", help="time whole steps, not their parts")
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu with --threads 1 suits a busy machine"
     )
@@ -181,7 +190,7 @@ def main() -> None:
         + options.block_size
     )
     model = ModelConfig(options.model, dtype=options.dtype, attention_backend=options.backend)
-    bench = Bench(model, room, options.block_size, clock)
+    bench = Bench(model, room, options.block_size, clock, is_whole=options.whole)
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     for num_rows in batches:
         rows = tuple(bench.row(i, options.context, 1, sampling) for i in range(num_rows))
