@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := .ci/constraints.txt
 INSTALLED := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 LINKS := build/typing/headrace
 SOURCES := engine service clients/python tests .ci
 
@@ -24,7 +25,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
-install: $(INSTALLED) ## make .venv with the pinned dependencies and this tree, editable
+install: $(INSTALLED) $(KERNELS) ## make .venv with the pinned dependencies, this tree (editable), the compiled kernels
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -38,8 +39,15 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[server,dev]'
 	@touch $@
 
+# Without a compiler everything works, more slowly: that is said, and no reason to stop.
+$(KERNELS): $(INSTALLED) $(wildcard engine/native/kernels/*) engine/native/build.py
+	@echo "Compiling the kernels for the processor (half a minute, once)"
+	@$(BIN)/python -m headrace.engine.native.build || \
+	  echo "Going on without compiled kernels: slower, and their tests are skipped." >&2
+	@touch $@
+
 .PHONY: demo
-demo: $(INSTALLED) ## serve a real model and send it twenty requests at once
+demo: install ## serve a real model and send it twenty requests at once
 	@$(BIN)/headrace demo
 
 # ---- checks ----------------------------------------------------------------------------------------
@@ -82,15 +90,15 @@ links:
 	@ln -sfn ../../../proto/gen/headrace/v1 $(LINKS)/v1
 
 .PHONY: test
-test: $(INSTALLED) ## the whole test suite
+test: install ## the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-fast
-test-fast: $(INSTALLED) ## the tests that need no model and take no time
+test-fast: install ## the tests that need no model and take no time
 	$(BIN)/python -m pytest -m "not slow and not model and not gpu" $(PYTEST_ARGS)
 
 .PHONY: coverage
-coverage: $(INSTALLED) ## the tests that need no model, with the branches that they leave out
+coverage: install ## the tests that need no model, with the branches that they leave out
 	$(BIN)/python -m pytest -m "not slow and not model and not gpu" --cov --cov-report=term $(PYTEST_ARGS)
 
 # ---- changes ---------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ class RunFigures:
         return self.num_tokens / self.wall_s
 
     @property
+    def ms_per_step(self) -> float:
+        """Mean time of a step. It grows with the rows; a jump says that something else used the machine."""
+        return self.totals.step_s * 1e3 / self.totals.num_steps
+
+    @property
     def occupancy(self) -> float:
         """Share of slots that held a request, averaged over steps."""
         return self.totals.num_rows / (self.totals.num_steps * self.num_slots)
@@ -125,6 +130,12 @@ def _rows(first: RunFigures, second: RunFigures) -> list[tuple[str, str, str, st
             f"{first.totals.num_steps}",
             f"{second.totals.num_steps}",
             ratio(first.totals.num_steps, second.totals.num_steps),
+        ),
+        (
+            "ms per step",
+            f"{first.ms_per_step:.1f}",
+            f"{second.ms_per_step:.1f}",
+            ratio(first.ms_per_step, second.ms_per_step),
         ),
         ("wall time", f"{first.wall_s:.2f} s", f"{second.wall_s:.2f} s", ratio(first.wall_s, second.wall_s)),
         (
