@@ -25,6 +25,7 @@ from headrace.engine.errors import (
     InvalidRequest,
     ModelLoadError,
     NoChatTemplate,
+    NothingToDraw,
     Overloaded,
     RequestFailed,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "ModelInfo",
     "ModelLoadError",
     "NoChatTemplate",
+    "NothingToDraw",
     "OutputEvent",
     "OutputParams",
     "Overloaded",

@@ -17,6 +17,7 @@ from headrace.engine.errors import (
     DuplicateRequest,
     EngineError,
     IntegrityError,
+    NothingToDraw,
     Overloaded,
     RequestFailed,
 )
@@ -228,7 +229,8 @@ class EngineCore:
             if live.sequence.is_finished:
                 continue  # another sequence of its request has failed in this step
             if outcome.failure is not None:
-                events.append(self._fail(live.request, RequestFailed(outcome.failure)))
+                kind = NothingToDraw if outcome.is_own_doing else RequestFailed
+                events.append(self._fail(live.request, kind(outcome.failure)))
             else:
                 events += self._tell(live, *live.take(row, outcome, executed_s))
         stats = StepStats(

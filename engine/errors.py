@@ -75,6 +75,10 @@ class RequestFailed(EngineError):
     """The model failed on this one request (a non-finite row, say); the others go on."""
 
 
+class NothingToDraw(RequestFailed):
+    """The request's own controls leave no token that could be drawn."""
+
+
 class ConstraintFailed(RequestFailed):
     """The text of this one request can't be continued within its constraint."""
 

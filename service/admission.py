@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from headrace.engine import (
@@ -29,6 +29,18 @@ from headrace.v1 import generation_pb2
 _numbers = count(1)
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far a request has come: what its log line says, however it ends.
+
+    Args:
+        num_told_tokens: made and fetched for its client; of several sequences together.
+    """
+
+    num_prompt_tokens: int = 0
+    num_told_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """A request whose fields are in order.
@@ -46,6 +58,7 @@ class Parsed:
     special_stops: dict[int, str]
     arrival_s: float
     deadline_s: float
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,7 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         RpcFailure: UNAVAILABLE, the engine has died before it came.
     """
     start, engine = parsed.start, parsed.served.engine
+    parsed.progress.num_prompt_tokens = len(encoded.prompt)
     limit_s = start.time_limit_s
     request = Request(
         request_id=parsed.request_id,

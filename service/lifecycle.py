@@ -29,8 +29,9 @@ from headrace.engine import (
 from headrace.service.config import ServiceConfig
 from headrace.service.control import Drainer
 from headrace.service.health import Health
+from headrace.service.listening import Listener
 from headrace.service.progress import ShownProgress
-from headrace.service.server import Endpoint, bind, make_control_server, make_public_server
+from headrace.service.server import Endpoint, make_control_server, make_public_server
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.signals import StopSignals
 from headrace.service.telemetry import log, log_loop_fault
@@ -144,20 +145,35 @@ async def _listening(
     config: ServiceConfig, serving: Serving, health: Health, drainer: Drainer
 ) -> AsyncIterator[None]:
     """Both servers, up from here to the end of the block."""
-    limits = config.limits()
-    public = make_public_server(serving, health, limits, has_reflection=config.reflection)
-    control = make_control_server(serving, health, drainer, limits, has_reflection=config.reflection)
-    port = bind(public, Endpoint(config.host, config.port), "--port")
-    control_port = bind(control, Endpoint(config.control_host, config.control_port), "--control-port")
+    limits, reflects = config.limits(), config.reflection
+    listeners = [
+        Listener(
+            lambda: make_public_server(serving, health, limits, has_reflection=reflects),
+            Endpoint(config.host, config.port),
+            "--port",
+            limits.max_request_s,
+        ),
+        Listener(
+            lambda: make_control_server(serving, health, drainer, limits, has_reflection=reflects),
+            Endpoint(config.control_host, config.control_port),
+            "--control-port",
+            limits.max_request_s,
+        ),
+    ]
+    watching: list[asyncio.Task[None]] = []
     try:
-        await public.start()
-        await control.start()
+        for listener in listeners:
+            await listener.start()
+        watching += [asyncio.create_task(listener.watch()) for listener in listeners]
+        port, control_port = (listener.endpoint.port for listener in listeners)
         if config.ready_file is not None:
             _write_ready_file(config.ready_file, port, control_port)
         log.info("listening", host=config.host, port=port, control_port=control_port, pid=os.getpid())
         yield
     finally:
-        await asyncio.gather(public.stop(_FLUSH_S), control.stop(_FLUSH_S))
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*(listener.stop(_FLUSH_S) for listener in listeners))
         log.info("stopped")
 
 

@@ -3,7 +3,8 @@
 How a client tells events apart: an `error` event ends the request of its label, with these exceptions, told
 by the `reason` of its google.rpc.ErrorInfo and always numbered `sequence` 0. DUPLICATE_REQUEST_ID, with
 ALREADY_EXISTS, refuses a second `start` under the label of a live request, which goes on.
-UNKNOWN_REQUEST_ID (NOT_FOUND) and NOT_OFFERED (UNIMPLEMENTED) answer a `cancel` or a `grant_credit`.
+UNKNOWN_REQUEST_ID (NOT_FOUND), NOT_OFFERED (UNIMPLEMENTED) and INVALID_ACTION (INVALID_ARGUMENT) answer a
+`cancel` or a `grant_credit`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from headrace.service.status import (
     duplicate_request_id,
     failure_from,
     invalid,
+    invalid_action,
     not_offered,
     unknown_request_id,
 )
@@ -132,7 +134,7 @@ class SessionRun:
     ) -> None:
         # The engine first: whatever becomes of the tasks, its slots and blocks are given back.
         for live in self._live.values():
-            log_end(live.parsed, RPC_ENDED, 0, 0)
+            log_end(live.parsed, RPC_ENDED)
             live.parsed.served.engine.abort(live.parsed.request_id)
         tasks = [*self._tasks, *self._encodings]
         for task in tasks:
@@ -187,25 +189,33 @@ class SessionRun:
             while max(len(self._ready), self._admissions.qsize()) > self._limits.max_session_backlog:
                 self._has_room.clear()
                 await self._has_room.wait()
+            unknown = tuple(unknown_fields(message))
             match message.WhichOneof("action"):
                 case "start":
-                    self._start(message.start)
+                    self._start(message.start, unknown)
+                case "cancel" if unknown:
+                    self._answer(message.cancel.request_id, invalid_action(*unknown).to_status())
+                case "grant_credit" if unknown:
+                    self._answer(message.grant_credit.request_id, invalid_action(*unknown).to_status())
                 case "cancel":
                     self._cancel(message.cancel.request_id)
                 case "grant_credit":
                     self._answer(message.grant_credit.request_id, not_offered("grant_credit").to_status())
                 case _:
                     raise invalid(
-                        *unknown_fields(message),
+                        *unknown,
                         FieldViolation(
                             "action", "one of start, cancel and grant_credit is required, got none"
                         ),
                     )
 
-    def _start(self, start: StartGeneration) -> None:
+    def _start(self, start: StartGeneration, unknown: tuple[FieldViolation, ...]) -> None:
         label = start.request_id
         if label in self._live:
             self._answer(label, duplicate_request_id().to_status())
+            return
+        if unknown:
+            self._answer(label, invalid(*unknown).to_status())
             return
         try:
             parsed = parse(self._serving, start, self._time_remaining(), needs_label=True)

@@ -77,6 +77,7 @@ class Teller:
         self._parsed = parsed
         self._narrator = Narrator(parsed.label)
         self._ends: list[FinishEvent] = []
+        self._begun: set[int] = set()
 
     def accepted(self, admitted: Admitted) -> generation_pb2.GenerationEvent:
         """The request is queued."""
@@ -86,6 +87,7 @@ class Teller:
         """What is to be said of `event`: nothing when nothing of it was asked for."""
         match event:
             case TokenEvent():
+                self._count(event)
                 for piece in pieces(event):
                     delta = delta_to_proto(piece, self._parsed.start, self._parsed.served.engine.tokenizer)
                     if delta.ByteSize():
@@ -99,6 +101,12 @@ class Teller:
         """The request's failure, which has been logged."""
         return self._narrator.error(failure.to_status())
 
+    def _count(self, event: TokenEvent) -> None:
+        progress, is_first = self._parsed.progress, event.index not in self._begun
+        self._begun.add(event.index)
+        is_echoed = is_first and self._parsed.start.output.is_echoed
+        progress.num_told_tokens += len(event.token_ids) - is_echoed * progress.num_prompt_tokens
+
     def _finished(self, event: FinishEvent) -> generation_pb2.GenerationEvent:
         stop = event.matched_stop
         if isinstance(stop, int) and stop in self._parsed.special_stops:
@@ -107,7 +115,8 @@ class Teller:
         if len(self._ends) == self._parsed.start.n:
             outcomes = sorted({end.reason.name for end in self._ends})
             made = sum(end.usage.num_completion_tokens for end in self._ends)
-            log_end(self._parsed, "+".join(outcomes), event.usage.num_prompt_tokens, made)
+            self._parsed.progress.num_told_tokens = made
+            log_end(self._parsed, "+".join(outcomes))
         return self._narrator.finished(event.index, finished_to_proto(event))
 
 
@@ -129,7 +138,7 @@ def ended_with_its_rpc(parsed: Parsed) -> Iterator[None]:
     try:
         yield
     except (asyncio.CancelledError, GeneratorExit):
-        log_end(parsed, RPC_ENDED, 0, 0)
+        log_end(parsed, RPC_ENDED)
         raise
     finally:
         parsed.served.engine.abort(parsed.request_id)
@@ -140,17 +149,17 @@ def failed(parsed: Parsed, error: Exception) -> RpcFailure:
     failure = failure_from(error)
     if failure.code is grpc.StatusCode.INTERNAL:
         log.error("request fault", request=parsed.request_id, **places_of(error))
-    log_end(parsed, f"{failure.code.name}/{failure.reason}", 0, 0)
+    log_end(parsed, f"{failure.code.name}/{failure.reason}")
     return failure
 
 
-def log_end(parsed: Parsed, outcome: str, prompt_tokens: int, completion_tokens: int) -> None:
+def log_end(parsed: Parsed, outcome: str) -> None:
     """One line for each request that came past its fields' check."""
     log.info(
         "request ended",
         request=parsed.request_id,
         outcome=outcome,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
+        prompt_tokens=parsed.progress.num_prompt_tokens,
+        completion_tokens=parsed.progress.num_told_tokens,
         duration_ms=round(1e3 * (time.monotonic() - parsed.arrival_s), 1),
     )

@@ -17,7 +17,7 @@ class FaultBarrier:
 
     Args:
         runner: the one that does the work.
-        max_failed_steps: so many steps in a row without one healthy row mean that the runner is broken.
+        max_failed_steps: so many steps in a row that raise for every row mean that the runner is broken.
     """
 
     def __init__(self, runner: Runner, max_failed_steps: int = 3) -> None:
@@ -29,17 +29,18 @@ class FaultBarrier:
         """Run a step.
 
         Raises:
-            EngineDead: too many steps in a row had no healthy row.
+            EngineDead: too many steps in a row raised for every row.
         """
+        is_broken = False
         try:
             result = self._checked(plan)
         except Exception:
             logger.exception("step %d of %d rows failed, running them one by one", plan.step, len(plan.rows))
-            result = StepResult(tuple(self._execute_alone(plan, i) for i in range(len(plan.rows))))
-        if any(row.failure is None for row in result.rows):
-            self._num_failed_steps = 0
-        else:
-            self._num_failed_steps += 1
+            alone = [self._execute_alone(plan, i) for i in range(len(plan.rows))]
+            result = StepResult(tuple(row or _raised(error) for row, error in alone))
+            # A row that was computed and refused says nothing about the runner, only about its request.
+            is_broken = all(row is None for row, _ in alone)
+        self._num_failed_steps = self._num_failed_steps + 1 if is_broken else 0
         if self._num_failed_steps >= self._max_failed_steps:
             raise EngineDead(f"{self._num_failed_steps} steps in a row failed for every request in them")
         return result
@@ -48,12 +49,13 @@ class FaultBarrier:
         """See `Runner.close`."""
         self._runner.close()
 
-    def _execute_alone(self, plan: StepPlan, i: int) -> RowResult:
+    def _execute_alone(self, plan: StepPlan, i: int) -> tuple[RowResult | None, Exception | None]:
+        """The row's result, or what was raised for it."""
         try:
-            return self._checked(StepPlan(plan.step, plan.rows[i : i + 1])).rows[0]
+            return self._checked(StepPlan(plan.step, plan.rows[i : i + 1])).rows[0], None
         except Exception as error:
             logger.exception("sequence %d of step %d fails alone too", plan.rows[i].sequence_id, plan.step)
-            return RowResult(failure=f"the model step failed ({type(error).__name__})")
+            return None, error
 
     def _checked(self, plan: StepPlan) -> StepResult:
         result = self._runner.execute(plan)
@@ -65,3 +67,7 @@ class FaultBarrier:
                     f"sequence {row.sequence_id}: sampled={row.is_sampled}, got {outcome.token_ids}"
                 )
         return result
+
+
+def _raised(error: Exception | None) -> RowResult:
+    return RowResult(failure=f"the model step failed ({type(error).__name__})")

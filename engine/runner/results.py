@@ -69,7 +69,7 @@ def _row_result(
     if not is_healthy or None in prompt_of:
         return RowResult(failure=_NOT_FINITE)
     if failure is not None or not has_choice:
-        return RowResult(failure=failure or _NO_CHOICE)
+        return RowResult(failure=failure or _NO_CHOICE, is_own_doing=True)
     return RowResult(
         token_ids,
         logprobs=tuple(entry for entry in logprobs_of if entry is not None),

@@ -80,12 +80,14 @@ class RowResult:
         prompt_logprobs: of the tokens at positions `first_position + 1` to the step's end or the prompt's
             last, when the row asks for them.
         failure: why the row can't go on (non-finite logits, say); None when it is healthy.
+        is_own_doing: whether the request's own controls are why.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
+    is_own_doing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from headrace.v1.generation_pb2 import (
     FINISH_REASON_STOP,
     Completion,
     GenerateOnceRequest,
+    GenerateRequest,
     GenerationEvent,
     OutputOptions,
     SamplingOptions,
@@ -308,3 +309,25 @@ async def test_an_answer_too_large_for_one_message_says_how_to_get_it() -> None:
         with pytest.raises(Exception, match="streamed by Generate") as refusal:
             await whole(service, start)
         assert "RESOURCE_EXHAUSTED" in str(refusal.value)
+
+
+async def test_the_log_of_a_request_that_was_broken_off_says_how_far_it_came() -> None:
+    gate = Gate()
+    with structlog.testing.capture_logs() as logs:
+        async with running_service(make_fake_model(before_step=gate)) as service:
+            gate.open()
+            start = make_start("a", max_tokens=100)
+            start.output.echo = True
+            call = service.generation.Generate(GenerateRequest(start=start))
+            seen: list[int] = []
+            async for response in call:
+                seen += response.event.delta.token_ids
+                if len(seen) > len(PROMPT) + 3:
+                    call.cancel()
+                    break
+            await service.engine.wait_idle()
+            await until(lambda: any(line["event"] == "request ended" for line in logs))
+    (end,) = [line for line in logs if line["event"] == "request ended"]
+    assert end["outcome"] == "CANCELLED/RPC_ENDED"
+    assert end["prompt_tokens"] == len(PROMPT)
+    assert end["completion_tokens"] >= len(seen) - len(PROMPT)

@@ -97,6 +97,13 @@ def test_one_healthy_row_resets_the_count():
         barrier.execute(make_plan(1, 2))
 
 
+def test_rows_that_were_computed_and_refused_never_make_the_runner_broken():
+    refused = StepResult((RowResult(failure="nothing is left to draw", is_own_doing=True),))
+    barrier = FaultBarrier(ScriptedRunner(answer=refused), max_failed_steps=2)
+    for _ in range(5):
+        assert barrier.execute(make_plan(1)) == refused
+
+
 def test_closing_closes_the_runner():
     runner = ScriptedRunner()
     FaultBarrier(runner).close()

@@ -1,0 +1,72 @@
+"""Ports that stand up again.
+
+A request path that is no UTF-8 ends the accepting loop of grpc.aio's server, and the server tells nobody.
+Whatever ends it, the next caller must find a server on the same port, and running streams must go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from headrace.service.server import Endpoint, bind
+from headrace.service.telemetry import log
+
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+_LOOK_EVERY_S = 1.0
+
+
+class Listener:
+    """A server on a port, for as long as it is wanted.
+
+    Args:
+        make: builds a server with all its services.
+        endpoint: where it listens; port 0 is settled by `bind`, and then kept.
+        port_flag: how the operator names the port.
+        stream_grace_s: how long the streams of a server that fell may go on, seconds.
+    """
+
+    def __init__(
+        self, make: Callable[[], grpc.aio.Server], endpoint: Endpoint, port_flag: str, stream_grace_s: float
+    ) -> None:
+        self._make = make
+        self._port_flag = port_flag
+        self._stream_grace_s = stream_grace_s
+        self._server = make()
+        self.endpoint = Endpoint(endpoint.host, bind(self._server, endpoint, port_flag))
+        self._fallen: list[grpc.aio.Server] = []
+        self._stopping: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to accept."""
+        await self._server.start()
+
+    async def watch(self) -> None:
+        """Stand up again whenever the port no longer answers, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if not await self._answers():
+                await self._stand_up()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop accepting; what runs has so long to end."""
+        await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._fallen)))
+
+    async def _answers(self) -> bool:
+        host = _ANY_ADDRESS.get(self.endpoint.host, self.endpoint.host)
+        try:
+            _, writer = await asyncio.open_connection(host, self.endpoint.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def _stand_up(self) -> None:
+        log.critical("a port fell and is opened again", port=self.endpoint.port)
+        fallen, self._server = self._server, self._make()
+        bind(self._server, self.endpoint, self._port_flag)
+        await self._server.start()
+        self._fallen.append(fallen)
+        self._stopping.append(asyncio.create_task(fallen.stop(self._stream_grace_s)))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import grpc
+
+from headrace.engine import AsyncEngine
+from headrace.service.health import Health
+from headrace.service.limits import Limits
+from headrace.service.listening import Listener
+from headrace.service.server import Endpoint, make_public_server
+from headrace.service.serving import ServedModel, Serving
+from headrace.service.text import TextWorkers
+from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
+from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.support.fake_runner import expected_output, make_fake_model
+from tests.support.requests import make_config
+from tests.support.service import PROMPT, Gate, ids_of, make_start, until
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header field of HPACK, neither indexed nor compressed."""
+    return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def send_path(port: int, path: bytes) -> None:
+    """Open a stream whose request path is these bytes."""
+    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
+    fields |= {b"content-type": b"application/grpc", b"te": b"trailers"}
+    block = b"".join(literal(name, value) for name, value in fields.items())
+    headers = len(block).to_bytes(3, "big") + b"\x01\x05\x00\x00\x00\x01" + block
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(PREFACE + SETTINGS + headers)
+        connection.settimeout(5)
+        connection.recv(1)
+
+
+async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> None:
+    limits, serving, health, gate = Limits(), Serving(), await Health.start(), Gate()
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    listener = Listener(
+        lambda: make_public_server(serving, health, limits, has_reflection=False),
+        Endpoint("127.0.0.1", 0),
+        "--port",
+        stream_grace_s=30.0,
+    )
+    await listener.start()
+    watching = asyncio.create_task(listener.watch())
+    port = listener.endpoint.port
+    async with AsyncEngine(make_fake_model(before_step=gate), make_config()) as engine:
+        serving.open(ServedModel("fake", engine, TextWorkers(1, limits), limits))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = GenerationServiceStub(channel)
+            running = stub.Generate(GenerateRequest(start=make_start("before", max_tokens=8)))
+            await until(lambda: gate.num_steps > 0)
+            await asyncio.to_thread(send_path, port, b"/\xff")
+            own = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as fresh:
+                gate.open()
+                answer = await GenerationServiceStub(fresh).GenerateOnce(
+                    GenerateOnceRequest(start=make_start("after", max_tokens=4)),
+                    wait_for_ready=True,
+                    timeout=60,
+                )
+            assert list(answer.completions[0].token_ids) == expected_output(PROMPT, 4)
+            assert ids_of([response.event async for response in running]) == expected_output(PROMPT, 8)
+    watching.cancel()
+    await listener.stop(1.0)
