@@ -102,6 +102,9 @@ def start_from_proto(
     Raises:
         InvalidRequest: naming everything that is wrong with it at once. Paths are those of StartGeneration.
     """
+    # What is far too large is refused before anything walks through it.
+    if start.chat.ByteSize() > limits.max_text_bytes:
+        raise InvalidRequest(*chat_violations(start.chat, limits))
     violations = [*unknown_fields(start), *unsupported_fields(start)]
     violations += label_violations(start.request_id, needs_label=needs_label)
     violations += _prompt_violations(start, model, limits)

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
-from headrace.service.status import RpcFailure, failure_from, invalid
+from headrace.service.status import RpcFailure, failure_from, invalid, undecodable
 from headrace.service.telemetry import log, places_of
 from headrace.service.unsupported import unknown_fields
 
@@ -31,6 +31,7 @@ class Guard(grpc.aio.ServerInterceptor):
     - an exception becomes a status in one place, with nothing in it that isn't meant for the caller;
     - a cancellation by the caller goes on to gRPC, one of our own becomes INTERNAL (the caller would hang);
     - a stream's generator is closed before the RPC ends, so what it holds is given back at once;
+    - a message that can't be decoded is INVALID_ARGUMENT;
     - a message that its reader doesn't fetch in time ends the RPC with RESOURCE_EXHAUSTED.
 
     Args:
@@ -52,7 +53,7 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or not method.startswith(_OURS):
             return handler
         coders: dict[str, Any] = {
-            "request_deserializer": handler.request_deserializer,
+            "request_deserializer": _tolerant(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary:
@@ -68,10 +69,10 @@ class Guard(grpc.aio.ServerInterceptor):
         raise AssertionError(f"{method}: no headrace.v1 method takes a stream and gives one message")
 
     def _unary(self, method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        async def guarded(request: Message, context: Context) -> Message:
+        async def guarded(request: Message | None, context: Context) -> Message:
             async def work() -> Message:
-                _refuse_unknown_fields(request)
-                response: Message = await answer(request, context)
+                _refuse_unknown_fields(_decoded(request))
+                response: Message = await answer(_decoded(request), context)
                 return response
 
             return await _answered(method, context, work())
@@ -82,8 +83,9 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> None:
             async def work() -> None:
                 if is_unary:
-                    _refuse_unknown_fields(request)
-                async with aclosing(respond(request, context)) as responses:
+                    _refuse_unknown_fields(_decoded(request))
+                requests = request if is_unary else _all_decoded(request)
+                async with aclosing(respond(requests, context)) as responses:
                     await self._write_all(responses, context)
 
             await _answered(method, context, work())
@@ -129,6 +131,30 @@ async def _answered(method: str, context: Context, work: Awaitable[T]) -> T:
 
 def _log_rpc(event: str, method: str, began_s: float, **outcome: str) -> None:
     log.debug(event, method=method, duration_ms=round(1e3 * (time.monotonic() - began_s), 1), **outcome)
+
+
+def _tolerant(decode: Callable[[bytes], Message] | None) -> Callable[[bytes], Message | None]:
+    """Like `decode`, but None for what can't be decoded: gRPC would make a fault of ours of its exception."""
+    assert decode is not None, "messages of headrace.v1 are protobufs"
+
+    def tolerant(encoded: bytes) -> Message | None:
+        try:
+            return decode(encoded)
+        except DecodeError:
+            return None
+
+    return tolerant
+
+
+def _decoded(request: Message | None) -> Message:
+    if request is None:
+        raise undecodable()
+    return request
+
+
+async def _all_decoded(requests: AsyncIterator[Message | None]) -> AsyncIterator[Message]:
+    async for request in requests:
+        yield _decoded(request)
 
 
 def _refuse_unknown_fields(request: Message) -> None:

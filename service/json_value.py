@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from google.protobuf.struct_pb2 import Struct, Value
 
 from headrace.engine import InvalidRequest
+
+_MAX_KEY_LEN_IN_PATH = 64
+
+
+def measure(struct: Struct, most: int) -> tuple[int, int]:
+    """How many values a Struct holds, and how deep they nest; measured up to `most` + 1 values."""
+    num = depth = 0
+    for num, level in enumerate(_levels(struct), start=1):
+        depth = max(depth, level)
+        if num > most:
+            break
+    return num, depth
+
+
+def _levels(struct: Struct) -> Iterator[int]:
+    """Of each value in turn how deep it lies, from 1."""
+    pending: list[Iterator[Value]] = [iter(struct.fields.values())]
+    while pending:
+        value = next(pending[-1], None)
+        if value is None:
+            pending.pop()
+            continue
+        yield len(pending)
+        if value.HasField("struct_value"):
+            pending.append(iter(value.struct_value.fields.values()))
+        elif value.HasField("list_value"):
+            pending.append(iter(value.list_value.values))
 
 
 def object_from_struct(struct: Struct, path: str) -> dict[str, object]:
@@ -18,7 +46,11 @@ def object_from_struct(struct: Struct, path: str) -> dict[str, object]:
     Raises:
         InvalidRequest: a number in it isn't finite.
     """
-    return {key: _from_value(value, f"{path}.{key}") for key, value in struct.fields.items()}
+    # Only the beginning of a key: every value beneath it has a path of its own.
+    return {
+        key: _from_value(value, f"{path}.{key[:_MAX_KEY_LEN_IN_PATH]}")
+        for key, value in struct.fields.items()
+    }
 
 
 def _from_value(value: Value, path: str) -> object:

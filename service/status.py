@@ -19,6 +19,7 @@ from headrace.engine import (
     FieldViolation,
     InvalidRequest,
     NoChatTemplate,
+    NothingToDraw,
     Overloaded,
     RequestFailed,
 )
@@ -26,6 +27,11 @@ from headrace.service.limits import MAX_DETAILED_VIOLATIONS
 
 DOMAIN = "headrace.v1"
 _NANOS = 1_000_000_000
+# A status travels in HTTP/2 trailers, its message twice and once of it percent-encoded; gRPC begins to
+# refuse trailers at 8 KiB.
+_MAX_MESSAGE_BYTES = 800
+_MAX_FIELD_BYTES = 200
+_MAX_VIOLATIONS_BYTES = 3072
 
 
 class RpcFailure(Exception):
@@ -57,19 +63,13 @@ class RpcFailure(Exception):
         """The status with its details, as `error` events and trailers carry it."""
         details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
         if self.violations:
-            shown = self.violations[:MAX_DETAILED_VIOLATIONS]
-            details.append(
-                error_details_pb2.BadRequest(
-                    field_violations=[
-                        error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-                        for v in shown
-                    ]
-                )
-            )
+            details.append(_bad_request(self.violations))
         if self.retry_after_s is not None:
             details.append(error_details_pb2.RetryInfo(retry_delay=duration(self.retry_after_s)))
         return status_pb2.Status(
-            code=self.code.value[0], message=self.message, details=[_packed(detail) for detail in details]
+            code=self.code.value[0],
+            message=_cut(self.message, _MAX_MESSAGE_BYTES),
+            details=[_packed(detail) for detail in details],
         )
 
 
@@ -121,10 +121,25 @@ def unavailable(reason: str, message: str, retry_after_s: float) -> RpcFailure:
 
 def invalid(*violations: FieldViolation) -> RpcFailure:
     """Fields that can't be taken, all of one request together."""
-    shown = "; ".join(f"{v.field}: {v.description}" for v in violations[:3])
+    shown = "; ".join(f"{_cut(v.field, _MAX_FIELD_BYTES)}: {v.description}" for v in violations[:3])
     more = f"; and {len(violations) - 3} more" if len(violations) > 3 else ""
     return RpcFailure(
         grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", shown + more, violations=tuple(violations)
+    )
+
+
+def invalid_action(*violations: FieldViolation) -> RpcFailure:
+    """A Session was asked to act on a request in a way that can't be taken; the request goes on."""
+    failure = invalid(*violations)
+    return RpcFailure(failure.code, "INVALID_ACTION", failure.message, violations=failure.violations)
+
+
+def undecodable() -> RpcFailure:
+    """What came is not the method's message."""
+    return RpcFailure(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_REQUEST",
+        "the message is not a valid protobuf of this method's request: send what headrace.v1 declares",
     )
 
 
@@ -172,6 +187,7 @@ _FAILURES: dict[type[Exception], Callable[[Any], RpcFailure]] = {
     Draining: _draining,
     DeadlineExceeded: _simple(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     EngineDead: _simple(grpc.StatusCode.INTERNAL, "ENGINE_DEAD"),
+    NothingToDraw: _simple(grpc.StatusCode.INVALID_ARGUMENT, "NOTHING_TO_DRAW"),
     RequestFailed: _simple(grpc.StatusCode.INTERNAL, "REQUEST_FAILED"),
 }
 
@@ -180,6 +196,28 @@ def duration(seconds: float) -> Duration:
     """`seconds` as a protobuf Duration."""
     whole, nanos = divmod(round(seconds * _NANOS), _NANOS)
     return Duration(seconds=whole, nanos=nanos)
+
+
+def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
+    """As many of `violations` as a status has room for, the first one always."""
+    shown = error_details_pb2.BadRequest()
+    for violation in violations[:MAX_DETAILED_VIOLATIONS]:
+        shown.field_violations.add(
+            field=_cut(violation.field, _MAX_FIELD_BYTES),
+            description=_cut(violation.description, _MAX_MESSAGE_BYTES),
+        )
+        if shown.ByteSize() > _MAX_VIOLATIONS_BYTES:
+            del shown.field_violations[-1]
+            break
+    return shown
+
+
+def _cut(text: str, most: int) -> str:
+    """`text` in at most `most` bytes of UTF-8."""
+    encoded = text.encode()
+    if len(encoded) <= most:
+        return text
+    return encoded[: most - len("…".encode())].decode(errors="ignore") + "…"
 
 
 def _packed(message: Message) -> any_pb2.Any:

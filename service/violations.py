@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from google.protobuf.struct_pb2 import Struct
 
 from headrace.engine import FieldViolation, ModelInfo
+from headrace.service.json_value import measure
 from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits, is_valid_request_id
 from headrace.v1 import generation_pb2
+
+MAX_JSON_VALUES = 16_384
+"""Of one conversation: template variables, tools' parameters and tool calls' arguments, at any depth."""
+MAX_JSON_DEPTH = 24
+"""Unknown fields are searched to a depth of 64 messages; a JSON value's level takes two."""
 
 
 def label_violations(label: str, *, needs_label: bool) -> Iterator[FieldViolation]:
@@ -34,11 +43,42 @@ def chat_violations(prompt: generation_pb2.ChatPrompt, limits: Limits) -> Iterat
         yield FieldViolation(
             "chat.tools", f"must hold at most {limits.max_tools} tools, got {len(prompt.tools)}"
         )
+        return
+    yield from _json_violations(prompt)
     for i, message in enumerate(prompt.messages):
         if not message.role:
             yield FieldViolation(
                 f"chat.messages[{i}].role", "must not be empty: use system, user, assistant, …"
             )
+
+
+def _json_violations(prompt: generation_pb2.ChatPrompt) -> Iterator[FieldViolation]:
+    """Name the first part with which a conversation holds too many JSON values, or tool calls, altogether."""
+    left = MAX_JSON_VALUES
+    for field, struct in _structs(prompt):
+        num, depth = measure(struct, left)
+        left -= num
+        if left < 0:
+            yield FieldViolation(
+                field, f"a conversation must hold at most {MAX_JSON_VALUES} JSON values, all told"
+            )
+            return
+        if depth > MAX_JSON_DEPTH:
+            yield FieldViolation(field, f"must nest at most {MAX_JSON_DEPTH} levels deep")
+    if sum(len(message.tool_calls) for message in prompt.messages) > MAX_JSON_VALUES:
+        yield FieldViolation("chat.messages", f"must hold at most {MAX_JSON_VALUES} tool calls")
+
+
+def _structs(prompt: generation_pb2.ChatPrompt) -> Iterator[tuple[str, Struct]]:
+    yield "chat.template_variables", prompt.template_variables
+    for i, tool in enumerate(prompt.tools):
+        yield f"chat.tools[{i}].parameters", tool.parameters
+    calls = (
+        (f"chat.messages[{i}].tool_calls[{j}].arguments", call.arguments)
+        for i, message in enumerate(prompt.messages)
+        for j, call in enumerate(message.tool_calls)
+    )
+    yield from islice(calls, MAX_JSON_VALUES)
 
 
 def token_id_violations(field: str, token_ids: Iterable[int], model: ModelInfo) -> Iterator[FieldViolation]:

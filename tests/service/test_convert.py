@@ -74,6 +74,11 @@ def struct(**values: object) -> Struct:
     return built
 
 
+def nested(depth: int) -> list[object]:
+    """That many lists, each but the last in another."""
+    return [nested(depth - 1)] if depth > 1 else [1]
+
+
 USER = ChatMessage(role="user", content="hi")
 
 # One line per way in which a field can be wrong: the request, and the field that the refusal names.
@@ -116,6 +121,21 @@ BAD_FIELDS: list[tuple[StartGeneration, str]] = [
         chat(ChatMessage(role="assistant", tool_calls=[ToolCall(arguments=struct(x=NAN))])),
         "chat.messages[0].tool_calls[0].arguments.x",
     ),
+    (chat(USER, template_variables=struct(x=nested(24))), "chat.template_variables"),
+    (chat(USER, template_variables=struct(x=[None] * 16_384)), "chat.template_variables"),
+    (
+        chat(
+            USER,
+            template_variables=struct(x=[None] * 8192),
+            tools=[Tool(name="t"), Tool(name="u", parameters=struct(x=[None] * 8192))],
+        ),
+        "chat.tools[1].parameters",
+    ),
+    (
+        chat(ChatMessage(role="assistant", tool_calls=[ToolCall(arguments=struct(x=[0] * 9000))] * 2)),
+        "chat.messages[0].tool_calls[1].arguments",
+    ),
+    (chat(ChatMessage(role="assistant", tool_calls=[ToolCall()] * 16_385)), "chat.messages"),
     (StartGeneration.FromString(make_start("a").SerializeToString() + b"\x9a\x06\x01x"), "#99"),
     (
         StartGeneration(
@@ -171,6 +191,10 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "stop.strings",
         "output.logprobs",
     }
+
+
+def test_json_may_nest_and_be_long_up_to_its_bounds() -> None:
+    parsed(chat(USER, template_variables=struct(x=nested(23), y=[None] * 16_000)))
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:

@@ -17,7 +17,7 @@ from headrace.v1.control_pb2_grpc import (
     ControlServiceStub,
     add_ControlServiceServicer_to_server,
 )
-from tests.support.service import reason_of, status_of, violated_fields
+from tests.support.service import reason_of, running_service, status_of, violated_fields
 
 SECRET = "tell-nobody"
 
@@ -190,6 +190,30 @@ async def test_fields_that_we_do_not_know_are_refused_in_every_method() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as streamed:
             await stub.WatchSteps(WatchStepsRequest.FromString(b"\x98\x06\x01")).read()
     assert violated_fields(status_of(unary.value)) == violated_fields(status_of(streamed.value)) == ["#99"]
+
+
+@pytest.mark.parametrize(
+    "method", ["ModelService/GetModel", "GenerationService/Generate", "GenerationService/Session"]
+)
+async def test_what_can_not_be_decoded_is_the_senders_fault(method: str) -> None:
+    async def one() -> AsyncIterator[bytes]:
+        yield b"\xff"
+
+    with structlog.testing.capture_logs() as logs:
+        async with running_service() as service, grpc.aio.insecure_channel(service.address) as channel:
+            path = f"/headrace.v1.{method}"
+            call: Any
+            if method.endswith("Session"):
+                call = channel.stream_stream(path)(one()).read()
+            elif method.endswith("Generate"):
+                call = channel.unary_stream(path)(b"\xff").read()
+            else:
+                call = channel.unary_unary(path)(b"\xff")
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "not a valid protobuf" in str(refusal.value.details())
+    assert [entry for entry in logs if entry["log_level"] in ("warning", "error")] == []
 
 
 async def test_an_unknown_method_is_unimplemented() -> None:

@@ -309,6 +309,37 @@ async def test_an_action_of_a_later_protocol_is_named_in_the_breach() -> None:
     assert violated_fields(status_of(breach.value)) == ["#99", "action"]
 
 
+@pytest.mark.parametrize("action", ["cancel", "grant_credit"])
+async def test_unknown_fields_beside_or_in_an_action_refuse_it_and_its_request_goes_on(action: str) -> None:
+    async with running_service() as service:
+        session = RawSession(service.generation)
+        for unknown_within in (True, False):
+            request = SessionRequest()
+            holder = getattr(request, action)
+            holder.request_id = "a"
+            (holder if unknown_within else request).MergeFromString(b"\x98\x06\x01")
+            await session.call.write(request)
+        assert await session.half_close() is grpc.StatusCode.OK
+    within, beside = (event.error for event in session.events["a"])
+    assert violated_fields(within) == [f"{action}.#99"]
+    assert violated_fields(beside) == ["#99"]
+    assert reason_of(within) == reason_of(beside) == "INVALID_ACTION"
+
+
+async def test_an_unknown_field_beside_a_start_refuses_that_request_alone() -> None:
+    async with running_service() as service:
+        session = RawSession(service.generation)
+        request = SessionRequest(start=make_start("bad"))
+        request.MergeFromString(b"\x98\x06\x01")
+        await session.call.write(request)
+        await session.start(make_start("good"))
+        assert await session.half_close() is grpc.StatusCode.OK
+    (refusal,) = session.events["bad"]
+    assert refusal.error.code == code_pb2.INVALID_ARGUMENT
+    assert violated_fields(refusal.error) == ["#99"]
+    assert ids_of(session.events["good"]) == expected_output(PROMPT, 8)
+
+
 async def test_the_end_of_the_call_ends_all_its_requests() -> None:
     async with running_service(long_model(), make_config(max_num_seqs=2)) as service:
         session = RawSession(service.generation)

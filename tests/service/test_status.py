@@ -3,6 +3,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from headrace.engine import (
     ConfigError,
@@ -19,7 +20,14 @@ from headrace.engine import (
     RequestFailed,
 )
 from headrace.service.limits import MAX_DETAILED_VIOLATIONS
-from headrace.service.status import RpcFailure, failure_from, invalid, not_offered, unknown_model
+from headrace.service.status import (
+    RpcFailure,
+    failure_from,
+    invalid,
+    invalid_action,
+    not_offered,
+    unknown_model,
+)
 from tests.support.service import detail, reason_of, violated_fields
 
 CODES = {
@@ -80,3 +88,23 @@ def test_a_long_model_name_is_not_echoed_whole() -> None:
 def test_details_are_there_only_when_there_is_something_to_say() -> None:
     status = RpcFailure(grpc.StatusCode.UNIMPLEMENTED, "NOT_OFFERED", "no").to_status()
     assert [packed.TypeName() for packed in status.details] == ["google.rpc.ErrorInfo"]
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "é" * 10**6, "%" * 10**6])
+def test_however_long_its_texts_a_status_fits_into_trailers(text: str) -> None:
+    failure = invalid(*(FieldViolation(text, text) for _ in range(1000)))
+    status = failure.to_status()
+    assert status.message.endswith("…")
+    assert violated_fields(status)[0].endswith("…")
+    trailers = rpc_status.to_status(status).trailing_metadata
+    assert trailers is not None
+    percent_encoded = sum(
+        1 if 0x20 <= byte < 0x7F and byte != 0x25 else 3 for byte in status.message.encode()
+    )
+    assert percent_encoded + sum(len(value) * 4 / 3 for _, value in trailers) < 8000
+
+
+def test_a_refused_action_does_not_end_its_request_by_its_reason() -> None:
+    status = invalid_action(FieldViolation("cancel.#99", "is not known")).to_status()
+    assert (status.code, reason_of(status)) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "INVALID_ACTION")
+    assert violated_fields(status) == ["cancel.#99"]
