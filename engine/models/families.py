@@ -310,8 +310,14 @@ def _rope(
 
 
 def _head_dim(config: JsonFields, default: int | None = None) -> int:
-    if default is None:
-        default = config.integer("hidden_size") // config.integer("num_attention_heads")
+    if default is None and config.raw("head_dim") is None:
+        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        default, rest = divmod(hidden_size, num_heads)
+        if rest or default < 1:
+            raise config.error(
+                f"hidden_size is {hidden_size}: without head_dim it must be a multiple of "
+                f"num_attention_heads, {num_heads}"
+            )
     return config.integer("head_dim", default)
 
 

@@ -30,21 +30,36 @@ def declared_eos_token_ids(folder: Path, tokenizer_ids: Collection[int], vocab_s
 
     Args:
         tokenizer_ids: the tokenizer's part.
-        vocab_size: ids from here on can never be produced and are left out with a warning.
+        vocab_size: a tokenizer's id from here on can never be produced and is left out with a warning, as
+            is a negative one, which some files write for "none".
 
     Raises:
-        ModelLoadError: a file declares something that is neither an id nor a list of ids.
+        ModelLoadError: a file declares something that is neither an id nor a list of ids, or an id beyond
+            the vocabulary.
     """
     declared = set(tokenizer_ids)
     for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
         if (folder / name).is_file():
-            declared.update(JsonFields.of_file(folder / name).integers("eos_token_id"))
+            file = JsonFields.of_file(folder / name)
+            check_token_ids(file, "eos_token_id", vocab_size)
+            declared.update(file.integers("eos_token_id"))
     possible = {token_id for token_id in declared if 0 <= token_id < vocab_size}
     if impossible := sorted(declared - possible):
         _log.warning("%s declares end ids outside the vocabulary of %d: %s", folder, vocab_size, impossible)
     if not possible:
         _log.warning("%s declares no end id: a text ends only at its token limit or a stop", folder)
     return frozenset(possible)
+
+
+def check_token_ids(file: JsonFields, field: str, vocab_size: int) -> None:
+    """Refuse ids that the model has no row for.
+
+    Raises:
+        ModelLoadError: one of the field's ids is `vocab_size` or more, or it is no id at all.
+    """
+    for token_id in file.integers(field):
+        if token_id >= vocab_size:
+            raise file.error(f"{field} is {token_id}: it must be below vocab_size, {vocab_size}")
 
 
 def suggested_sampling(folder: Path) -> SamplingDefaults:

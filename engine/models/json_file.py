@@ -65,7 +65,7 @@ class JsonFields:
             if default is None:
                 raise self.error(f"{key} is missing")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise self.error(f"{key} is {value!r}: it must be a number")
         return float(value)
 
@@ -134,7 +134,7 @@ class JsonFields:
         if not isinstance(value, list):
             raise self.error(f"{key} is {value!r}: it must be a list of numbers")
         for place, entry in enumerate(value):
-            if isinstance(entry, bool) or not isinstance(entry, int | float) or not math.isfinite(entry):
+            if isinstance(entry, bool) or not isinstance(entry, int | float) or not _is_finite(entry):
                 raise self.error(f"{key}[{place}] is {entry!r}: it must be a number")
         return tuple(map(float, value))
 
@@ -150,6 +150,14 @@ class JsonFields:
     def error(self, what: str) -> ModelLoadError:
         """An error to raise that says where it is."""
         return ModelLoadError(f"{self._source}: {what}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        # A whole number may be greater than any float.
+        return False
 
 
 def read_json_object(path: Path) -> JsonObject:

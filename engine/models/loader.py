@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from headrace.engine.config import ModelConfig, ModelInfo
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models.checkpoint import Checkpoint, read_config
 from headrace.engine.models.decoder import Decoder
-from headrace.engine.models.generation_defaults import declared_eos_token_ids, suggested_sampling
+from headrace.engine.models.generation_defaults import (
+    check_token_ids,
+    declared_eos_token_ids,
+    suggested_sampling,
+)
+from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.rope import RopeKind
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
@@ -55,8 +61,7 @@ def load_decoder(
         ConfigError: the configuration asks for something that this model or device can't give.
     """
     folder = config.path
-    config_file = read_config(folder)
-    spec = spec_of(config_file)
+    config_file, spec = read_spec(folder)
     max_len = _choose_max_len(config.max_model_len, spec)
     dtype = choose_dtype(config.dtype, device)
     sampling_defaults = suggested_sampling(folder)
@@ -77,6 +82,23 @@ def load_decoder(
         sampling_defaults=sampling_defaults,
     )
     return LoadedDecoder(decoder, info)
+
+
+def read_spec(folder: Path) -> tuple[JsonFields, DecoderSpec]:
+    """Read what the config.json of a model folder declares; no weights.
+
+    Raises:
+        ModelLoadError: the file can't be served as it is, whatever the reason.
+    """
+    config = read_config(folder)
+    try:
+        spec = spec_of(config)
+    except (ArithmeticError, ValueError, MemoryError, RuntimeError) as error:
+        # The last net: a number that no check foresaw is still the file's fault.
+        raise config.error(f"it can't be served: {error}") from error
+    for field in ("bos_token_id", "eos_token_id"):
+        check_token_ids(config, field, spec.vocab_size)
+    return config, spec
 
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:

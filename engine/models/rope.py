@@ -18,6 +18,10 @@ from torch import Tensor
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.native.kit import native_kit
 
+# Far beyond every model; within them all that is computed stays finite.
+_GREATEST_THETA, _GREATEST_FACTOR = 1e30, 1e6
+_LEAST_BETA, _GREATEST_BETA = 1e-6, 1e6
+
 
 class RopeKind(StrEnum):
     """The variants that are computed exactly."""
@@ -68,10 +72,18 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.theta <= 0 or self.factor < 1.0:
+        # Written so that NaN is refused, too.
+        if not (0 < self.theta <= _GREATEST_THETA and 1.0 <= self.factor <= _GREATEST_FACTOR):
             raise ModelLoadError(
-                f"rope theta {self.theta} and factor {self.factor} are out of range: theta > 0, factor >= 1"
+                f"rope_theta {self.theta} and rope factor {self.factor} are out of range: "
+                f"theta > 0, at most {_GREATEST_THETA:g}; factor >= 1, at most {_GREATEST_FACTOR:g}"
             )
+        if self.kind is RopeKind.YARN:
+            self._check_yarn()
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ModelLoadError(f"rope attention_factor must be above 0, not {self.attention_factor}")
+        if self.kind is RopeKind.LONGROPE and self.original_max_positions == 1:
+            raise ModelLoadError("longrope needs original_max_position_embeddings of 2 or more, not 1")
         if self.kind is RopeKind.LLAMA3 and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ModelLoadError(
                 f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
@@ -85,6 +97,19 @@ class RopeSpec:
             )
         if min(self.short_factors, default=1.0) <= 0:
             raise ModelLoadError(f"longrope factors must be above 0, not {min(self.short_factors)}")
+
+    def _check_yarn(self) -> None:
+        """Its formulas divide by the logarithm of theta and take that of the betas."""
+        if not self.theta > 1:
+            raise ModelLoadError(f"yarn rope scaling needs a rope_theta above 1, not {self.theta}")
+        if not _LEAST_BETA <= self.beta_slow < self.beta_fast <= _GREATEST_BETA:
+            raise ModelLoadError(
+                f"yarn rope scaling needs {_LEAST_BETA:g} <= beta_slow < beta_fast <= {_GREATEST_BETA:g}, "
+                f"not beta_slow {self.beta_slow} and beta_fast {self.beta_fast}"
+            )
+        for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ModelLoadError(f"yarn rope scaling needs a {name} of 0 or more, not {value}")
 
     def num_turned(self, head_dim: int) -> int:
         """How many coordinates of a head are turned."""

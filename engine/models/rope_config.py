@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.rope import RopeKind, RopeSpec
 
+_MOST_POSITIONS = 2**24
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # "finetuned" only records how the weights were made; the reference writes the original length for every kind.
 _SCALED_KEYS = _COMMON_KEYS | {"factor", "finetuned", "original_max_position_embeddings"}
@@ -83,8 +84,7 @@ def rope_spec_of(
     # The reference prefers the top-level spelling, and takes the context itself where neither stands.
     original = config.integer(
         "original_max_position_embeddings",
-        defaults.original_max_positions
-        or rope.integer("original_max_position_embeddings", max_positions, at_least=0),
+        defaults.original_max_positions or _original_positions(rope, max_positions),
         at_least=0,
     )
     if kind is RopeKind.LLAMA3:
@@ -118,6 +118,8 @@ def _rotary_dim(rope: JsonFields, config: JsonFields, head_dim: int, defaults: R
         return None
     if not defaults.is_partial:
         raise rope.error("partial_rotary_factor other than 1 is not supported for this architecture")
+    if not 0 < part < 1:
+        raise rope.error(f"partial_rotary_factor is {part}: it must be above 0 and at most 1")
     return int(head_dim * part)
 
 
@@ -158,6 +160,15 @@ def _longrope_spec(
         attention_factor=_optional(rope, "attention_factor"),
         short_factors=short,
     )
+
+
+def _original_positions(rope: JsonFields, default: int) -> int:
+    original = rope.integer("original_max_position_embeddings", default, at_least=0)
+    if original > _MOST_POSITIONS:
+        raise rope.error(
+            f"original_max_position_embeddings is {original}: it must be {_MOST_POSITIONS} or less"
+        )
+    return original
 
 
 def _optional(rope: JsonFields, key: str) -> float | None:

@@ -36,7 +36,21 @@ def load_tokenizer(folder: Path) -> HFTokenizer:
             f"the tokenizer in {folder} is a {type(tokenizer).__name__}, which has no fast form: "
             "add a tokenizer.json"
         )
+    _check_templates(tokenizer.chat_template, folder)
     return HFTokenizer(tokenizer)
+
+
+def _check_templates(templates: str | Mapping[str, str] | None, folder: Path) -> None:
+    """Compile them as the library will, with its own extensions: a fault is found now, not by a sender."""
+    from jinja2 import TemplateError  # noqa: PLC0415
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # noqa: PLC0415
+
+    named = {"default": templates} if isinstance(templates, str) else templates or {}
+    for name, template in named.items():
+        try:
+            _compile_jinja_template(template)
+        except (TemplateError, ValueError, RecursionError) as error:
+            raise ModelLoadError(f"the chat template {name!r} in {folder} does not parse: {error}") from error
 
 
 class HFTokenizer:

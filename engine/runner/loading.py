@@ -10,8 +10,7 @@ import torch
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv.storage import KVShape, KVStorage, available_memory, resolve_layout
-from headrace.engine.models.checkpoint import read_config
-from headrace.engine.models.loader import load_decoder
+from headrace.engine.models.loader import load_decoder, read_spec
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.host import prepare_host
 from headrace.engine.runner.model_runner import ModelRunner
@@ -27,8 +26,8 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
     started_s = time.monotonic()
     prepare_host(config.num_threads)
     device = torch.device("cpu")
-    # First, so that a folder that holds no model is called so, and not a folder without a tokenizer.
-    read_config(config.model.path)
+    # First, so that no fault of the folder or its config.json is blamed on the tokenizer.
+    read_spec(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     loaded = load_decoder(config.model, device, progress, tokenizer_eos_token_ids=tokenizer.eos_token_ids)
     decoder, info = loaded.decoder, loaded.info

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from headrace.engine.config import ModelConfig, SamplingDefaults
 from headrace.engine.errors import ConfigError, ModelLoadError
+from headrace.engine.models import loader
 from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder
+from headrace.engine.models.spec import DecoderSpec
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json, edited_tensors
 from tests.support.tiny_models import (
@@ -198,7 +200,7 @@ def test_a_model_whose_rotation_switches_is_served_as_far_as_it_does_not(tmp_pat
         (None, None, (8,), {8}),
         ([5, 6], [6, 7], (8,), {5, 6, 7, 8}),
         (None, None, (), set()),
-        ([5, VOCAB_SIZE, -1], None, (VOCAB_SIZE + 3,), {5}),
+        ([5, -1], None, (VOCAB_SIZE + 3,), {5}),
     ],
 )
 def test_end_ids_are_the_union_of_all_that_declare_some(
@@ -280,3 +282,31 @@ def test_the_name_is_the_configured_one_or_the_folders(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny-wheel")
     assert load(folder).info.name == "tiny-wheel"
     assert load(folder, name="mill").info.name == "mill"
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("config.json", "bos_token_id"),
+        ("config.json", "eos_token_id"),
+        ("generation_config.json", "eos_token_id"),
+    ],
+)
+def test_a_special_id_beyond_the_vocabulary_is_refused_by_name(file: str, field: str, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_json(folder / file) as fields:
+        fields[field] = VOCAB_SIZE
+    with pytest.raises(ModelLoadError, match=f"{file}: {field} is {VOCAB_SIZE}: it must be below vocab_size"):
+        load(folder)
+
+
+def test_a_spec_that_fails_in_an_unforeseen_way_is_the_files_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(config: object) -> DecoderSpec:
+        raise OverflowError("int too large")
+
+    folder = write_tiny_llama(tmp_path)
+    monkeypatch.setattr(loader, "spec_of", failing)
+    with pytest.raises(ModelLoadError, match=r"config.json: it can't be served: int too large"):
+        load(folder)

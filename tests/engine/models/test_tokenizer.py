@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from headrace.engine.config import EngineConfig, ModelConfig
 from headrace.engine.errors import InvalidRequest, ModelLoadError, NoChatTemplate
+from headrace.engine.loading import load_model
 from headrace.engine.models.tokenizer import HFTokenizer, load_tokenizer
 from headrace.engine.tokenizer import Chat, ChatMessage, Tool, ToolCall
 from tests.support.model_files import edited_json
@@ -332,3 +334,18 @@ def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
 def test_the_module_can_be_imported_without_torch() -> None:
     program = "import sys, headrace.engine.models.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_template_that_does_not_parse_is_found_when_the_folder_is_loaded(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ModelLoadError, match=r"the chat template 'default' in .* does not parse"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_config_that_cannot_be_served_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_json(folder / "config.json") as fields:
+        fields["num_attention_heads"] = 0
+    with pytest.raises(ModelLoadError, match=r"config.json: num_attention_heads is 0"):
+        load_model(EngineConfig(model=ModelConfig(folder)))
