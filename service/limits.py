@@ -35,6 +35,7 @@ class Limits:
         max_pending_text_bytes: their size together.
         max_session_backlog: answers of one Session that wait for its reader, or starts that wait to be
             encoded, before its messages wait too.
+        max_session_backlog_bytes: size of the starts that wait to be encoded, before the same happens.
         max_remembered_labels: ended requests that one Session tells from ids that it has never seen.
         slow_reader_s: longest time that one message may wait for its reader before the RPC is cut, seconds.
     """
@@ -59,6 +60,7 @@ class Limits:
     max_pending_texts: int = 1024
     max_pending_text_bytes: int = 64 * 2**20
     max_session_backlog: int = 1024
+    max_session_backlog_bytes: int = 16 * 2**20
     max_remembered_labels: int = 16_384
     slow_reader_s: float = 60.0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -119,7 +120,8 @@ class SessionRun:
         self._ready: deque[_Live | GenerationEvent] = deque()
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._admissions: asyncio.Queue[tuple[_Live, asyncio.Task[Encoded]]] = asyncio.Queue()
+        self._admissions: asyncio.Queue[tuple[_Live, asyncio.Task[Encoded], int]] = asyncio.Queue()
+        self._backlog_bytes = 0
         self._encodings: set[asyncio.Task[Encoded]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -186,7 +188,7 @@ class SessionRun:
     async def _read(self) -> None:
         async for message in self._messages:
             # Who sends without reading is made to wait: what he has coming is kept for him, within bounds.
-            while max(len(self._ready), self._admissions.qsize()) > self._limits.max_session_backlog:
+            while self._is_behind():
                 self._has_room.clear()
                 await self._has_room.wait()
             unknown = tuple(unknown_fields(message))
@@ -222,17 +224,28 @@ class SessionRun:
         except Exception as error:
             self._answer(label, _told(error).to_status())
             return
-        live = self._live[label] = _Live(parsed)
+        # The prompt's text is let go as soon as it is encoded, however long the answer takes.
+        live = self._live[label] = _Live(replace(parsed, start=replace(parsed.start, prompt=())))
         encoding = asyncio.create_task(encode(parsed))
         self._encodings.add(encoding)
-        self._admissions.put_nowait((live, encoding))
+        num_bytes = start.ByteSize()
+        self._backlog_bytes += num_bytes
+        self._admissions.put_nowait((live, encoding, num_bytes))
+
+    def _is_behind(self) -> bool:
+        limits = self._limits
+        num_items = max(len(self._ready), self._admissions.qsize())
+        return (
+            num_items > limits.max_session_backlog or self._backlog_bytes > limits.max_session_backlog_bytes
+        )
 
     async def _admit_in_order(self) -> None:
         while True:
-            live, encoding = await self._admissions.get()
-            self._has_room.set()
+            live, encoding, num_bytes = await self._admissions.get()
             await asyncio.wait({encoding})
             self._encodings.discard(encoding)
+            self._backlog_bytes -= num_bytes
+            self._has_room.set()
             if live.is_ended or encoding.cancelled():
                 continue
             try:
