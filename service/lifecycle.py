@@ -151,13 +151,13 @@ async def _listening(
             lambda: make_public_server(serving, health, limits, has_reflection=reflects),
             Endpoint(config.host, config.port),
             "--port",
-            limits.max_request_s,
+            config.drain_grace_s,
         ),
         Listener(
             lambda: make_control_server(serving, health, drainer, limits, has_reflection=reflects),
             Endpoint(config.control_host, config.control_port),
             "--control-port",
-            limits.max_request_s,
+            config.drain_grace_s,
         ),
     ]
     watching: list[asyncio.Task[None]] = []

@@ -25,7 +25,8 @@ class Listener:
         make: builds a server with all its services.
         endpoint: where it listens; port 0 is settled by `bind`, and then kept.
         port_flag: how the operator names the port.
-        stream_grace_s: how long the streams of a server that fell may go on, seconds.
+        stream_grace_s: how long the streams of a server that fell may go on, seconds. What had reached it and
+            was not taken up waits as long, then gets UNAVAILABLE: the shorter, the sooner it may come again.
     """
 
     def __init__(

@@ -39,6 +39,16 @@ def send_path(port: int, path: bytes) -> None:
         connection.recv(1)
 
 
+async def until_refused(port: int) -> None:
+    """Connect again and again until nobody listens: a connection made before that is the fallen server's."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            return
+        writer.close()
+
+
 async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> None:
     limits, serving, health, gate = Limits(), Serving(), await Health.start(), Gate()
     faults: list[object] = []
@@ -59,6 +69,7 @@ async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> N
             running = stub.Generate(GenerateRequest(start=make_start("before", max_tokens=8)))
             await until(lambda: gate.num_steps > 0)
             await asyncio.to_thread(send_path, port, b"/\xff")
+            await until_refused(port)
             own = [("grpc.use_local_subchannel_pool", 1)]
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as fresh:
                 gate.open()
