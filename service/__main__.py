@@ -22,11 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # Here, so that a missing extra is said in a sentence and not by a traceback.
         from headrace.service.commands import pull, serve  # noqa: PLC0415
+        from headrace.service.config import let_threads_sleep  # noqa: PLC0415
     except ModuleNotFoundError as error:
         print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
         return 2
     match arguments:
         case ["serve", *flags]:
+            let_threads_sleep()
             return serve(flags)
         case ["pull", *flags]:
             return pull(flags)

@@ -114,7 +114,7 @@ class ServiceConfig(BaseSettings):
     )
     threads: int | None = Field(None, ge=1, description="compute threads; unset: one per usable core")
 
-    block_size: int = Field(16, ge=1, description="tokens per KV block")
+    block_size: int = Field(4, ge=1, description="tokens per KV block")
     kv_memory: ByteSize | None = Field(
         None, gt=0, description="memory for the KV pool, such as 2GiB; unset: a share of what is free"
     )
@@ -252,6 +252,16 @@ def load_config(argv: Sequence[str]) -> ServiceConfig:
         raise InvalidConfig(_flag_problem(str(error))) from error
     except ValidationError as error:
         raise InvalidConfig(*_problems(error, argv, values)) from error
+
+
+def let_threads_sleep() -> None:
+    """Tell OpenMP, before anything loads it, that a compute thread that waits for another soon stops spinning.
+
+    Alone on its cores a step takes as long either way; where others use them too, spinning makes it many
+    times as long. Who has said how threads wait is left alone.
+    """
+    if os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def environment_doubts() -> Iterator[str]:

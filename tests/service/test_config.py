@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from headrace.service.config import (
     ServiceConfig,
     default_cache_dir,
     environment_doubts,
+    let_threads_sleep,
     load_config,
 )
 from headrace.service.limits import Limits
@@ -200,3 +202,18 @@ def test_models_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch: p
     assert load_config(MODEL).cache == Path("/home/someone/.cache/headrace")
     monkeypatch.setenv("HEADRACE_CACHE", "/elsewhere")
     assert load_config(MODEL).cache == Path("/elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("given", "spin_count"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_threads_sleep_soon_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spin_count: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    let_threads_sleep()
+    assert os.environ.get("GOMP_SPINCOUNT") == spin_count

@@ -374,9 +374,7 @@ async def test_a_reader_that_pauses_loses_nothing() -> None:
         assert ids_of(session.events[f"r{i}"]) == expected_output((i + 1,), 200)
 
 
-@pytest.mark.parametrize(
-    "limits", [Limits(max_session_backlog=0), Limits(max_session_backlog_bytes=0)], ids=["count", "bytes"]
-)
+@pytest.mark.parametrize("limits", [Limits(max_session_backlog=0), Limits(max_session_backlog_bytes=0)])
 async def test_beyond_the_backlog_messages_wait_their_turn_and_none_is_lost(limits: Limits) -> None:
     tokenizer = HeldTokenizer()
     model = make_fake_model(tokenizer=tokenizer)
