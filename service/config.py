@@ -255,7 +255,7 @@ def load_config(argv: Sequence[str]) -> ServiceConfig:
 
 
 def let_threads_sleep() -> None:
-    """Tell OpenMP, before anything loads it, that a compute thread that waits for another soon stops spinning.
+    """Tell OpenMP, before anything loads it, that a thread that waits for another soon stops spinning.
 
     Alone on its cores a step takes as long either way; where others use them too, spinning makes it many
     times as long. Who has said how threads wait is left alone.
