@@ -185,7 +185,7 @@ class AsyncEngine:
         return watch
 
     async def wait_idle(self) -> None:
-        """Wait until no request is live and the pool has been audited."""
+        """Wait until no request is live."""
         await self._idle.wait()
 
     async def died(self) -> EngineDead:

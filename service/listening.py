@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import grpc
 
-from headrace.service.server import Endpoint, bind
+from headrace.service.server import BindError, Endpoint, bind
 from headrace.service.telemetry import log
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -66,8 +66,14 @@ class Listener:
 
     async def _stand_up(self) -> None:
         log.critical("a port fell and is opened again", port=self.endpoint.port)
-        fallen, self._server = self._server, self._make()
-        bind(self._server, self.endpoint, self._port_flag)
-        await self._server.start()
+        fresh = self._make()
+        try:
+            bind(fresh, self.endpoint, self._port_flag)
+        except BindError as error:
+            # The next look tries again.
+            log.critical("the port can't be opened", port=self.endpoint.port, reason=str(error))
+            return
+        fallen, self._server = self._server, fresh
         self._fallen.append(fallen)
+        await fresh.start()
         self._stopping.append(asyncio.create_task(fallen.stop(self._stream_grace_s)))
