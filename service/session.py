@@ -33,14 +33,12 @@ from headrace.service.serving import Serving, closed
 from headrace.service.status import (
     RpcFailure,
     duplicate_request_id,
-    failure_from,
     invalid,
     invalid_action,
     not_offered,
     unknown_request_id,
 )
-from headrace.service.telemetry import log, places_of
-from headrace.service.telling import RPC_ENDED, Narrator, Teller, failed, log_end
+from headrace.service.telling import RPC_ENDED, Narrator, Teller, failed, log_end, told
 from headrace.service.unsupported import unknown_fields
 from headrace.v1.generation_pb2 import GenerationEvent, SessionRequest, StartGeneration
 
@@ -222,7 +220,7 @@ class SessionRun:
         try:
             parsed = parse(self._serving, start, self._time_remaining(), needs_label=True)
         except Exception as error:
-            self._answer(label, _told(error).to_status())
+            self._answer(label, told(error).to_status())
             return
         # The prompt's text is let go as soon as it is encoded, however long the answer takes.
         live = self._live[label] = _Live(replace(parsed, start=replace(parsed.start, prompt=())))
@@ -277,11 +275,3 @@ class SessionRun:
     def _tell(self, source: _Live | GenerationEvent) -> None:
         self._ready.append(source)
         self._wake.set()
-
-
-def _told(error: Exception) -> RpcFailure:
-    """What the sender of a start that could not be taken is told; a bug of ours is logged."""
-    failure = failure_from(error)
-    if failure.reason == "INTERNAL":
-        log.error("request fault", **places_of(error))
-    return failure

@@ -144,11 +144,21 @@ def ended_with_its_rpc(parsed: Parsed) -> Iterator[None]:
         parsed.served.engine.abort(parsed.request_id)
 
 
-def failed(parsed: Parsed, error: Exception) -> RpcFailure:
-    """What the sender is told of a failure, which is logged."""
+def told(error: Exception, **context: str) -> RpcFailure:
+    """What the sender is told of `error`; a fault of ours is logged.
+
+    Args:
+        context: what the log line says beside the fault.
+    """
     failure = failure_from(error)
     if failure.code is grpc.StatusCode.INTERNAL:
-        log.error("request fault", request=parsed.request_id, **places_of(error))
+        log.error("request fault", **context, **places_of(error))
+    return failure
+
+
+def failed(parsed: Parsed, error: Exception) -> RpcFailure:
+    """What the sender of a request whose fields were in order is told of its failure, which is logged."""
+    failure = told(error, request=parsed.request_id)
     log_end(parsed, f"{failure.code.name}/{failure.reason}")
     return failure
 
