@@ -108,7 +108,8 @@ class GrammarCompiler:
         except (EOFError, OSError) as error:
             trial.close()
             with self._lock:
-                self._trial = None
+                if self._trial is trial:  # another caller may have started the next one already
+                    self._trial = None
             raise RequestFailed("the constraint compiler ended unexpectedly: try again") from error
 
 
@@ -126,6 +127,7 @@ class _Trial:
             start_new_session=True,
         )
         self._asking = threading.Lock()
+        self._ending = threading.Lock()
         self._opening: object = opening(tokens, limits)
 
     def ask(self, constraint: Constraint) -> Verdict:
@@ -136,6 +138,8 @@ class _Trial:
         """
         with self._asking:
             sink, source = self._pipes()
+            if sink.closed:
+                raise EOFError("the process for trials was ended while another caller waited for it")
             if self._opening is not None:
                 write_frame(sink, self._opening)
                 self._opening = None
@@ -146,10 +150,13 @@ class _Trial:
         return Verdict(answer["grammar"], answer["refusal"])
 
     def close(self) -> None:
-        """End it, and whatever it tries just now."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End it, and whatever it tries just now. Two threads may do so at once."""
+        # Under a lock, or one would signal the id of a process that the other has just reaped: no group of
+        # that id is left, or it is somebody else's.
+        with self._ending:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         # Whoever waits for an answer gets the end of the file, and leaves the pipes to be closed.
         with self._asking:
             for pipe in self._pipes():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -42,11 +44,12 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def trial_processes() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if any("constraint_trial" in argument for argument in child.cmdline())
-    ]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            if any("constraint_trial" in argument for argument in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler) -> None:
@@ -144,6 +147,24 @@ def test_closing_breaks_off_what_is_being_compiled() -> None:
     compiler.close()
     thread.join()
     assert "ended unexpectedly" in str(outcomes[0])
+
+
+def outcome_of_compiling(compiler: GrammarCompiler) -> Exception | None:
+    try:
+        compiler.compile(YES_OR_NO)
+    except Exception as error:
+        return error
+    return None
+
+
+def test_callers_and_the_one_who_closes_may_end_the_process_at_once() -> None:
+    for _ in range(40):
+        compiler = make_compiler()
+        with ThreadPoolExecutor(max_workers=3) as callers:
+            outcomes = [callers.submit(outcome_of_compiling, compiler) for _ in range(3)]
+            compiler.close()
+        assert [type(outcome.result()) for outcome in outcomes] == [RequestFailed] * 3
+        assert trial_processes() == []
 
 
 def test_end_ids_and_special_tokens_are_no_text() -> None:
