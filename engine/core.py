@@ -247,6 +247,7 @@ class EngineCore:
                 _row_stats(live.sequence, row, slot)
                 for live, (row, _), slot in zip(lives, outcomes, slots, strict=True)
             ),
+            started_s=begun.started_s,
         )
         self._totals = self._totals.plus(stats)
         return events, stats

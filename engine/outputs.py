@@ -156,6 +156,7 @@ class StepStats:
         num_preemptions: sequences that lost their blocks while it was planned.
         num_kv_slots_allocated, num_kv_slots_used: KV slots of live blocks, and those that hold a token.
         schedule_s, execute_s, update_s: time of its three parts, seconds.
+        started_s: when it began, by the engine's monotonic clock.
     """
 
     step: int
@@ -168,6 +169,7 @@ class StepStats:
     execute_s: float
     update_s: float
     rows: tuple[RowStats, ...]
+    started_s: float = 0.0
 
     @property
     def num_prefill_tokens(self) -> int:

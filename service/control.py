@@ -10,7 +10,7 @@ from headrace.service.convert import load_to_proto, seconds, step_to_proto
 from headrace.service.health import Health
 from headrace.service.interceptors import Context
 from headrace.service.serving import Serving
-from headrace.service.status import not_offered
+from headrace.service.status import duration, not_offered
 from headrace.service.telemetry import log
 from headrace.v1 import control_pb2, control_pb2_grpc
 
@@ -72,16 +72,23 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.GetLoadRequest, context: Context
     ) -> control_pb2.GetLoadResponse:
         """The load now."""
-        engine = self._serving.model().engine
-        return load_to_proto(engine.load(), engine.batching.value, engine.max_num_seqs)
+        served = self._serving.model()
+        engine = served.engine
+        told = load_to_proto(engine.load(), engine.batching.value, engine.max_num_seqs)
+        told.model = served.name
+        told.uptime.CopyFrom(duration(served.uptime_s))
+        return told
 
     async def WatchSteps(
         self, request: control_pb2.WatchStepsRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchStepsResponse]:
         """Each step as it happens, until the engine ends."""
-        async with self._serving.model().engine.watch_steps() as watch:
+        served = self._serving.model()
+        async with served.engine.watch_steps() as watch:
+            # So that who waits for it may begin what he wants to watch.
+            await context.send_initial_metadata(())
             async for num_missed, stats in watch:
-                yield step_to_proto(stats, num_missed)
+                yield step_to_proto(stats, num_missed, served.opened_s)
 
     async def SetLatencyBudget(
         self, request: control_pb2.SetLatencyBudgetRequest, context: Context

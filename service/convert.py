@@ -255,8 +255,12 @@ def load_to_proto(load: Load, batching: str, max_num_seqs: int) -> control_pb2.G
     )
 
 
-def step_to_proto(stats: StepStats, num_missed: int) -> control_pb2.WatchStepsResponse:
-    """What one step did."""
+def step_to_proto(stats: StepStats, num_missed: int, epoch_s: float = 0.0) -> control_pb2.WatchStepsResponse:
+    """What one step did.
+
+    Args:
+        epoch_s: moment of the engine's clock from which its beginning is counted.
+    """
     return control_pb2.WatchStepsResponse(
         step=stats.step,
         num_running=len(stats.rows),
@@ -280,6 +284,7 @@ def step_to_proto(stats: StepStats, num_missed: int) -> control_pb2.WatchStepsRe
             for row in stats.rows
         ],
         num_missed=num_missed,
+        start_time=duration(stats.started_s - epoch_s),
     )
 
 

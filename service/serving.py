@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.engine import AsyncEngine
 from headrace.service.limits import Limits
@@ -18,12 +19,19 @@ class ServedModel:
 
     Args:
         name: what clients call it.
+        opened_s: monotonic moment from which on it answers, seconds.
     """
 
     name: str
     engine: AsyncEngine
     texts: TextWorkers
     limits: Limits
+    opened_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def uptime_s(self) -> float:
+        """For how long it has answered, seconds."""
+        return time.monotonic() - self.opened_s
 
     def require(self, name: str) -> None:
         """Check the model that a request names.

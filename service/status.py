@@ -194,8 +194,9 @@ _FAILURES: dict[type[Exception], Callable[[Any], RpcFailure]] = {
 
 def duration(seconds: float) -> Duration:
     """`seconds` as a protobuf Duration."""
-    whole, nanos = divmod(round(seconds * _NANOS), _NANOS)
-    return Duration(seconds=whole, nanos=nanos)
+    span = Duration()
+    span.FromNanoseconds(round(seconds * _NANOS))
+    return span
 
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:

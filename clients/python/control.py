@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -17,6 +18,10 @@ from headrace.clients.events import Load, StepReport
 from headrace.clients.retry import Attempts, RetryPolicy, call_with_retries
 from headrace.v1 import control_pb2
 from headrace.v1.control_pb2_grpc import ControlServiceStub
+
+WatchCall: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[control_pb2.WatchStepsRequest, control_pb2.WatchStepsResponse]"
+)
 
 DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
 
@@ -70,10 +75,23 @@ class ControlClient:
 
     async def watch_steps(self) -> AsyncIterator[StepReport]:
         """What each step did, as it happens, until the loop is left or the server ends."""
+        async with self.step_watch() as steps:
+            async for report in steps:
+                yield report
+
+    @asynccontextmanager
+    async def step_watch(self) -> AsyncIterator[AsyncIterator[StepReport]]:
+        """`watch_steps` in a block that begins when the server watches: no step that ends within it is left
+        out, unless its `num_missed` says so.
+        """
         call = self._stub().WatchSteps(control_pb2.WatchStepsRequest())
         try:
-            async for response in call:
-                yield step_from_proto(response)
+            initial = await call.initial_metadata()
+            if call.done() and await call.code() is not grpc.StatusCode.OK:
+                # That nobody is there is told by the call's end alone.
+                trailing, details = await call.trailing_metadata(), await call.details()
+                raise grpc.aio.AioRpcError(await call.code(), initial, trailing, details)
+            yield _reports(call)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         finally:
@@ -117,3 +135,11 @@ class ControlClient:
         if self._channel is None:
             raise RuntimeError("the client is not open: use `async with ControlClient(...) as control`")
         return ControlServiceStub(self._channel)
+
+
+async def _reports(call: WatchCall) -> AsyncIterator[StepReport]:
+    try:
+        async for response in call:
+            yield step_from_proto(response)
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None

@@ -170,6 +170,8 @@ def load_from_proto(message: control_pb2.GetLoadResponse) -> events.Load:
             step_s=totals.step_seconds,
         ),
         batching=message.batching,
+        model=message.model,
+        uptime_s=_duration_s(message.uptime),
     )
 
 
@@ -203,6 +205,7 @@ def step_from_proto(message: control_pb2.WatchStepsResponse) -> events.StepRepor
             for row in message.rows
         ),
         num_missed=message.num_missed,
+        start_s=_duration_s(message.start_time),
     )
 
 

@@ -325,7 +325,13 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A server's load now; `batching` is "continuous" or "static"."""
+    """A server's load now.
+
+    Args:
+        batching: "continuous" or "static".
+        model: what is served; empty where an older server doesn't say.
+        uptime_s: time since the server began to take requests.
+    """
 
     num_running: int
     num_waiting: int
@@ -333,6 +339,8 @@ class Load:
     blocks: KvBlocks
     totals: StepTotals
     batching: str
+    model: str = ""
+    uptime_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +361,7 @@ class StepReport:
 
     Args:
         num_missed: steps that this watcher was too slow to receive, just before this one.
+        start_s: when it began, counted from when the server began to take requests.
     """
 
     step: int
@@ -367,3 +376,9 @@ class StepReport:
     update_s: float
     rows: tuple[StepRow, ...]
     num_missed: int = 0
+    start_s: float = 0.0
+
+    @property
+    def duration_s(self) -> float:
+        """Its three parts together."""
+        return self.schedule_s + self.execute_s + self.update_s

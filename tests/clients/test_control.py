@@ -45,6 +45,9 @@ async def test_nobody_there_is_unavailable() -> None:
             await control.load()
         with pytest.raises(Unavailable):
             await anext(aiter(control.watch_steps()))
+        with pytest.raises(Unavailable):
+            async with control.step_watch():
+                raise AssertionError("nobody watches")
 
 
 def test_totals_since_a_moment_are_differences() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -8,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from headrace.service.convert import seconds
 from headrace.v1.control_pb2 import (
     DrainRequest,
     FlushCacheRequest,
@@ -57,21 +59,28 @@ async def test_the_load_counts_what_runs_and_what_waits() -> None:
 async def test_steps_are_told_as_they_happen() -> None:
     async with running_service() as service:
         watch = service.control.WatchSteps(WatchStepsRequest())
-        # The first message proves that the watch is on; what came before it was not watched.
-        first = asyncio.create_task(watch.read())
-        while not first.done():
-            await generate_ids(service, make_start(max_tokens=2))
-        seen = await first
-        assert isinstance(seen, WatchStepsResponse)
+        # They prove that the watch is on, though no step has been made.
+        await watch.initial_metadata()
         await generate_ids(service, make_start("watched", max_tokens=4))
         rows: list[StepRow] = []
+        starts_s: list[float] = []
         while not (rows and rows[-1].finished):
             step = await watch.read()
             assert isinstance(step, WatchStepsResponse)
             rows += [row for row in step.rows if row.request.endswith(":watched")]
+            starts_s.append(seconds(step.start_time))
         watch.cancel()
     assert [row.prefill_tokens for row in rows] == [4, 0, 0, 0]
     assert [row.decode_tokens for row in rows] == [0, 1, 1, 1]
+    assert all(0 <= earlier < later for earlier, later in pairwise(starts_s))
+
+
+async def test_the_load_names_the_model_and_how_long_it_has_been_served() -> None:
+    async with running_service() as service:
+        first = await service.control.GetLoad(GetLoadRequest())
+        second = await service.control.GetLoad(GetLoadRequest())
+    assert first.model == "fake"
+    assert 0 <= seconds(first.uptime) < seconds(second.uptime)
 
 
 async def until_not_serving(service: RunningService) -> None:

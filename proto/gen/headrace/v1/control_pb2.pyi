@@ -36,20 +36,24 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching")
+    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching", "model", "uptime")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     BATCHING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     max_num_seqs: int
     blocks: KvBlocks
     totals: StepTotals
     batching: str
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ...) -> None: ...
+    model: str
+    uptime: _duration_pb2.Duration
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
     __slots__ = ("total", "free", "cached", "live")
@@ -88,7 +92,7 @@ class WatchStepsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchStepsResponse(_message.Message):
-    __slots__ = ("step", "num_running", "num_waiting", "prefill_tokens", "decode_tokens", "preemptions", "blocks", "schedule_time", "execute_time", "update_time", "rows", "num_missed")
+    __slots__ = ("step", "num_running", "num_waiting", "prefill_tokens", "decode_tokens", "preemptions", "blocks", "schedule_time", "execute_time", "update_time", "rows", "num_missed", "start_time")
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +105,7 @@ class WatchStepsResponse(_message.Message):
     UPDATE_TIME_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_MISSED_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_running: int
     num_waiting: int
@@ -113,7 +118,8 @@ class WatchStepsResponse(_message.Message):
     update_time: _duration_pb2.Duration
     rows: _containers.RepeatedCompositeFieldContainer[StepRow]
     num_missed: int
-    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., schedule_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., execute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., update_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ..., num_missed: _Optional[int] = ...) -> None: ...
+    start_time: _duration_pb2.Duration
+    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., schedule_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., execute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., update_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ..., num_missed: _Optional[int] = ..., start_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class StepRow(_message.Message):
     __slots__ = ("request", "index", "slot", "prefill_tokens", "decode_tokens", "finished")

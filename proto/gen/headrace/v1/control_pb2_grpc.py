@@ -88,7 +88,7 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchSteps(self, request, context):
-        """What each step did, as it happens.
+        """What each step did, as it happens. Initial metadata comes at once: every step that ends after it is told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

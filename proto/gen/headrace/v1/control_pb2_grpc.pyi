@@ -23,7 +23,7 @@ class ControlServiceStub:
     GetLoad: _aio.UnaryUnaryMultiCallable[_control_pb2.GetLoadRequest, _control_pb2.GetLoadResponse]
     """The load now, and counters since the start."""
     WatchSteps: _aio.UnaryStreamMultiCallable[_control_pb2.WatchStepsRequest, _control_pb2.WatchStepsResponse]
-    """What each step did, as it happens."""
+    """What each step did, as it happens. Initial metadata comes at once: every step that ends after it is told."""
     SetLatencyBudget: _aio.UnaryUnaryMultiCallable[_control_pb2.SetLatencyBudgetRequest, _control_pb2.SetLatencyBudgetResponse]
     """Changes the promised latency of a running server."""
 
@@ -60,7 +60,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WatchStepsRequest,
         context: _aio.ServicerContext[_control_pb2.WatchStepsRequest, _abc.AsyncIterator[_control_pb2.WatchStepsResponse]],
     ) -> _abc.AsyncIterator[_control_pb2.WatchStepsResponse]:
-        """What each step did, as it happens."""
+        """What each step did, as it happens. Initial metadata comes at once: every step that ends after it is told."""
 
     @_abc_1.abstractmethod
     def SetLatencyBudget(
