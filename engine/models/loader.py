@@ -23,7 +23,6 @@ from headrace.engine.models.generation_defaults import (
 )
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.registry import spec_of
-from headrace.engine.models.rope import RopeKind
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.runner.protocol import LoadProgress
 
@@ -139,16 +138,18 @@ def _choose_cpu_dtype(wanted: str) -> torch.dtype:
 
 
 def _choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:
-    if wanted is None:
-        return min(spec.max_position_embeddings, spec.max_len)
-    if wanted > spec.max_len:
-        is_switching = any(rope.kind is RopeKind.LONGROPE for rope in spec.ropes)
-        reason = " (longrope turns by other factors beyond, and all that is cached would go stale)"
+    if wanted is not None and wanted > spec.max_len:
         raise ConfigError(
             f"max_model_len={wanted} is beyond what the model can do: use {spec.max_len} or less"
-            f"{reason if is_switching else ''}"
         )
-    return wanted
+    if wanted is None and spec.default_len < spec.max_position_embeddings:
+        _log.warning(
+            "serving %d tokens, the length up to which longrope's short factors hold: max_model_len up to %d "
+            "serves more, with the long factors for every sequence, short ones too",
+            spec.default_len,
+            spec.max_len,
+        )
+    return wanted or spec.default_len
 
 
 def _settle_head(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:

@@ -35,7 +35,10 @@ class RopeKind(StrEnum):
     it is the default variant, and it is offered no further."""
     LONGROPE = "longrope"
     """One set of factors up to the original length and another for sequences that have grown beyond it, for
-    their first tokens too: keys cached by then would go stale. So it is offered up to that length."""
+    their first tokens too: keys cached by then would go stale. So the longest sequence that is served decides
+    once for all of them: up to the original length the short factors turn everything, beyond it the long
+    ones do. The reference, which switches by the length of each sequence, gives the same for all sequences
+    in the first case, and in the second for those that begin beyond the original length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class RopeSpec:
         beta_fast, beta_slow: yarn: rotations over the original context where the ramp begins and ends.
         mscale, mscale_all_dim: yarn: together they give the attention factor where it isn't named.
         truncate: yarn: whether the ramp's ends are rounded to whole dimensions.
-        short_factors: longrope: by how much each wavelength is stretched, one for every turned pair.
+        short_factors, long_factors: longrope: by how much each wavelength is stretched, one for every turned
+            pair.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -70,6 +74,7 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         # Written so that NaN is refused, too.
@@ -95,8 +100,9 @@ class RopeSpec:
                 f"{self.kind} rope scaling needs original_max_position_embeddings of 1 or more, "
                 f"not {self.original_max_positions}"
             )
-        if min(self.short_factors, default=1.0) <= 0:
-            raise ModelLoadError(f"longrope factors must be above 0, not {min(self.short_factors)}")
+        least = min((*self.short_factors, *self.long_factors), default=1.0)
+        if least <= 0:
+            raise ModelLoadError(f"longrope factors must be above 0, not {least}")
 
     def _check_yarn(self) -> None:
         """Its formulas divide by the logarithm of theta and take that of the betas."""
@@ -127,11 +133,14 @@ class RopeSpec:
             raise ModelLoadError(
                 f"{turned} of a head's {head_dim} coordinates can't be turned: it must be an even number"
             )
-        if self.kind is RopeKind.LONGROPE and len(self.short_factors) != turned // 2:
-            raise ModelLoadError(
-                f"longrope short_factor has {len(self.short_factors)} entries: it needs {turned // 2}, one "
-                f"for every pair of the {turned} coordinates that are turned"
-            )
+        if self.kind is not RopeKind.LONGROPE:
+            return
+        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+            if len(factors) != turned // 2:
+                raise ModelLoadError(
+                    f"longrope {name} has {len(factors)} entries: it needs {turned // 2}, one "
+                    f"for every pair of the {turned} coordinates that are turned"
+                )
 
     def longest_positions(self, max_position_embeddings: int) -> int:
         """The greatest context that this scaling was made for, tokens."""
@@ -140,10 +149,18 @@ class RopeSpec:
                 return int(max_position_embeddings * self.factor)
             case RopeKind.YARN:
                 return max(max_position_embeddings, int(self.original_max_positions * self.factor))
-            case RopeKind.LONGROPE:
-                return min(max_position_embeddings, self.original_max_positions)
             case _:
                 return max_position_embeddings
+
+    def longest_unstretched(self, max_position_embeddings: int) -> int:
+        """The greatest context in which every sequence is turned as the reference turns it, tokens."""
+        if self.kind is RopeKind.LONGROPE and self.short_factors != self.long_factors:
+            return min(max_position_embeddings, self.original_max_positions)
+        return max_position_embeddings
+
+    def factors_for(self, max_positions: int) -> tuple[float, ...]:
+        """Longrope's factors for a server whose longest sequence is `max_positions` tokens."""
+        return self.long_factors if max_positions > self.original_max_positions else self.short_factors
 
 
 class RotaryTable:
@@ -155,10 +172,12 @@ class RotaryTable:
         """Compute the table.
 
         Args:
-            max_positions: positions 0 .. max_positions - 1 can be looked up.
+            max_positions: positions 0 .. max_positions - 1 can be looked up: the longest sequence, tokens.
             dtype: of the factors that `rows` gives out.
         """
-        inverse_frequencies, attention_factor = rope_frequencies(spec, spec.num_turned(head_dim))
+        inverse_frequencies, attention_factor = rope_frequencies(
+            spec, spec.num_turned(head_dim), max_positions
+        )
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
         num_still = head_dim // 2 - len(inverse_frequencies)
         cosine = F.pad(angles.cos() * attention_factor, (0, num_still), value=1.0)
@@ -221,11 +240,12 @@ def order_of_coordinates(spec: RopeSpec, head_dim: int) -> Tensor | None:
     return torch.cat((first, still_first, second, still_second))
 
 
-def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+def rope_frequencies(spec: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
     """Angle per position of each pair of coordinates, and the factor on cosine and sine.
 
     Args:
         head_dim: how many coordinates are turned.
+        max_positions: the longest sequence, tokens.
 
     Returns:
         (D/2,) fp32 radians per position; the attention factor, 1 for every kind but yarn and longrope.
@@ -242,7 +262,7 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
         case RopeKind.YARN:
             return _yarn_frequencies(spec, head_dim), _yarn_attention_factor(spec)
         case RopeKind.LONGROPE:
-            factors = torch.tensor(spec.short_factors, dtype=torch.float32)
+            factors = torch.tensor(spec.factors_for(max_positions), dtype=torch.float32)
             return 1.0 / (factors * spec.theta**exponents), _longrope_attention_factor(spec)
 
 

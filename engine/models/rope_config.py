@@ -159,6 +159,7 @@ def _longrope_spec(
         original_max_positions=original,
         attention_factor=_optional(rope, "attention_factor"),
         short_factors=short,
+        long_factors=long,
     )
 
 

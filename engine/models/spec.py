@@ -214,6 +214,14 @@ class DecoderSpec:
         )
 
     @property
+    def default_len(self) -> int:
+        """The context to serve where nobody says: the greatest in which all sequences are turned alike."""
+        return min(
+            (rope.longest_unstretched(self.max_position_embeddings) for rope in self.ropes),
+            default=self.max_position_embeddings,
+        )
+
+    @property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim

@@ -105,7 +105,7 @@ def test_logits_at_every_position_equal_the_references(
     family_table: FamilyTable,
 ) -> None:
     ids = torch.randint(
-        0, VOCAB_SIZE, (min(256, decoder.spec.max_len),), generator=torch.Generator().manual_seed(1)
+        0, VOCAB_SIZE, (min(256, decoder.spec.default_len),), generator=torch.Generator().manual_seed(1)
     )
     with torch.inference_mode():
         expected = references(variant)(ids[None]).logits[0]

@@ -181,11 +181,15 @@ def test_a_length_beyond_the_model_is_refused_with_the_greatest(
         load(folder, max_model_len=longest + 1)
 
 
-def test_a_model_whose_rotation_switches_is_served_as_far_as_it_does_not(tmp_path: Path) -> None:
+def test_a_model_whose_rotation_switches_is_served_as_far_as_it_does_not_unless_more_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_tiny_family(tmp_path, "phi3, longrope")
     assert load(folder).info.max_model_len == 200
-    with pytest.raises(ConfigError, match=r"use 200 or less \(longrope"):
-        load(folder, max_model_len=201)
+    assert "max_model_len up to 800" in caplog.text
+    assert load(folder, max_model_len=800).info.max_model_len == 800
+    with pytest.raises(ConfigError, match="use 800 or less"):
+        load(folder, max_model_len=801)
 
 
 # ---- end ids, name ---------------------------------------------------------------------------------

@@ -63,16 +63,16 @@ def test_a_strided_view_of_the_heads_is_turned_like_a_copy() -> None:
 @pytest.mark.parametrize("kind", list(RopeKind))
 def test_a_factor_of_one_is_the_default_variant(kind: RopeKind) -> None:
     spec = RopeSpec(kind=kind, factor=1.0, original_max_positions=64, short_factors=(1.0,) * 16)
-    frequencies, attention_factor = rope_frequencies(spec, 32)
-    expected, _ = rope_frequencies(RopeSpec(), 32)
+    frequencies, attention_factor = rope_frequencies(spec, 32, 64)
+    expected, _ = rope_frequencies(RopeSpec(), 32, 64)
     torch.testing.assert_close(frequencies, expected)
     assert attention_factor == 1.0
 
 
 def test_llama3_leaves_short_wavelengths_and_stretches_long_ones() -> None:
     spec = RopeSpec(kind=RopeKind.LLAMA3, factor=8.0, original_max_positions=256)
-    frequencies, _ = rope_frequencies(spec, 64)
-    plain, _ = rope_frequencies(RopeSpec(), 64)
+    frequencies, _ = rope_frequencies(spec, 64, 64)
+    plain, _ = rope_frequencies(RopeSpec(), 64, 64)
     assert frequencies[0] == plain[0]
     torch.testing.assert_close(frequencies[-1], plain[-1] / 8)
     assert torch.all(frequencies <= plain)
@@ -80,7 +80,7 @@ def test_llama3_leaves_short_wavelengths_and_stretches_long_ones() -> None:
 
 def test_yarn_with_an_empty_ramp_stays_finite() -> None:
     spec = RopeSpec(kind=RopeKind.YARN, factor=4.0, original_max_positions=6)
-    frequencies, _ = rope_frequencies(spec, 4)
+    frequencies, _ = rope_frequencies(spec, 4, 64)
     assert torch.isfinite(frequencies).all()
 
 
@@ -90,7 +90,7 @@ def test_yarn_with_an_empty_ramp_stays_finite() -> None:
         (RopeSpec(), 1000),
         (RopeSpec(kind=RopeKind.DYNAMIC, factor=4.0), 1000),
         (RopeSpec(kind=RopeKind.LLAMA3, factor=4.0, original_max_positions=500), 1000),
-        (RopeSpec(kind=RopeKind.LONGROPE, factor=2.0, original_max_positions=500), 500),
+        (RopeSpec(kind=RopeKind.LONGROPE, factor=2.0, original_max_positions=500), 1000),
         (RopeSpec(kind=RopeKind.LINEAR, factor=2.5), 2500),
         (RopeSpec(kind=RopeKind.YARN, factor=4.0, original_max_positions=500), 2000),
         (RopeSpec(kind=RopeKind.YARN, factor=4.0, original_max_positions=200), 1000),
@@ -98,6 +98,15 @@ def test_yarn_with_an_empty_ramp_stays_finite() -> None:
 )
 def test_the_longest_context_follows_from_the_scaling(spec: RopeSpec, longest: int) -> None:
     assert spec.longest_positions(1000) == longest
+
+
+def test_longrope_turns_by_the_long_factors_once_more_than_the_original_length_is_served() -> None:
+    spec = RopeSpec(
+        kind=RopeKind.LONGROPE, original_max_positions=64, short_factors=(1.0, 2.0), long_factors=(4.0, 8.0)
+    )
+    plain, _ = rope_frequencies(RopeSpec(), 4, 64)
+    torch.testing.assert_close(rope_frequencies(spec, 4, 64)[0], plain / torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(rope_frequencies(spec, 4, 65)[0], plain / torch.tensor([4.0, 8.0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
