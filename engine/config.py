@@ -9,6 +9,8 @@ from pathlib import Path
 from headrace.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_SPECULATIVE_TOKENS = 32
+"""Most draft tokens of one sequence in one step that any configuration allows."""
 
 
 class BatchingPolicy(StrEnum):
@@ -100,6 +102,69 @@ class SchedulerConfig:
             )
 
 
+class Speculation(StrEnum):
+    """Who proposes tokens for the model to verify, several in one step (Leviathan et al., 2023)."""
+
+    NONE = "none"
+    """Nobody: every step makes one token per sequence."""
+    PROMPT_LOOKUP = "prompt_lookup"
+    """What followed the same words before, in prompt or output."""
+    DRAFT_MODEL = "draft_model"
+    """A small model of the same vocabulary."""
+
+
+class DraftSampling(StrEnum):
+    """How drafts of a draft model are judged for a request that is not greedy."""
+
+    COUPLED = "coupled"
+    """The target draws each token as it would without drafts, and a draft is kept where it is that token; the
+    draft model draws by the same random numbers. A seed gives the same text with and without speculation."""
+    REJECTION = "rejection"
+    """Rejection sampling: more drafts are kept; the distribution is the same, the text of a seed is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How several tokens are made in one step.
+
+    Args:
+        kind: who proposes.
+        draft_model: model folder or GGUF file of the draft model, for `Speculation.DRAFT_MODEL` alone.
+        num_speculative_tokens: how many tokens are proposed per step; None lets acceptance and the cost of a
+            step decide, from none to `max_speculative_tokens`.
+        max_speculative_tokens: most tokens that may be proposed per step, by any request.
+        draft_sampling: see `DraftSampling`.
+    """
+
+    kind: Speculation = Speculation.NONE
+    draft_model: Path | None = None
+    num_speculative_tokens: int | None = None
+    max_speculative_tokens: int = 8
+    draft_sampling: DraftSampling = DraftSampling.COUPLED
+
+    def __post_init__(self) -> None:
+        _require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        _require_at_least("max_speculative_tokens", self.max_speculative_tokens, 1)
+        if self.max_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"max_speculative_tokens={self.max_speculative_tokens} is too large: "
+                f"use {MAX_SPECULATIVE_TOKENS} or less"
+            )
+        if (self.num_speculative_tokens or 0) > self.max_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens} is more than "
+                f"max_speculative_tokens={self.max_speculative_tokens} allows"
+            )
+        if (self.kind is Speculation.DRAFT_MODEL) != (self.draft_model is not None):
+            raise ConfigError(
+                "speculation=draft_model needs a draft_model"
+                if self.draft_model is None
+                else f"draft_model is given, but speculation={self.kind.value}: use speculation=draft_model"
+            )
+        if self.num_speculative_tokens is not None and self.kind is Speculation.NONE:
+            raise ConfigError("num_speculative_tokens is given, but speculation=none: nobody proposes tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine.
@@ -113,6 +178,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     num_threads: int | None = None
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     check_integrity: bool = True
 
     def __post_init__(self) -> None:

@@ -69,6 +69,29 @@ class OutputParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """What a caller says about speculation. It never changes the distribution of the output.
+
+    Args:
+        is_enabled: None leaves it to the server.
+        num_tokens: how many tokens are proposed per step, none with 0; None leaves it to the server.
+    """
+
+    is_enabled: bool | None = None
+    num_tokens: int | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the caller wants none."""
+        return self.is_enabled is False or self.num_tokens == 0
+
+    @property
+    def is_demanded(self) -> bool:
+        """Whether the caller counts on it."""
+        return self.is_enabled is True or bool(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a caller asked. Times are of the monotonic clock, seconds.
 
@@ -96,6 +119,7 @@ class Request:
     isolation_key: str = ""
     uses_prefix_cache: bool = True
     constraint: CompiledConstraint | None = None
+    speculation: SpeculationParams = SpeculationParams()
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +139,8 @@ class Sequence:
         num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
         num_prompt_logprobs_told: for how many places of the prompt logprobs have been told.
         num_skips: how many later arrivals were admitted before it.
+        num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
+        num_accepted_draft_tokens: those of them that stand in its text.
     """
 
     sequence_id: SequenceId
@@ -133,6 +159,8 @@ class Sequence:
     slot: int | None = None
     num_skips: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -142,6 +170,11 @@ class Sequence:
         """What may not be drawn next: the end ids, before `min_tokens` are made."""
         is_early = self.num_output_tokens < self.request.stop.min_tokens
         return self.end_token_ids if is_early else frozenset()
+
+    @property
+    def num_suppressed(self) -> int:
+        """How many tokens have to be made before the end ids may be drawn."""
+        return max(0, self.request.stop.min_tokens - self.num_output_tokens)
 
     @property
     def row_constraint(self) -> RowConstraint | None:

@@ -11,14 +11,34 @@ from headrace.engine.sequence import SequenceId
 
 
 @dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What the draft model does for one row, before the target model looks at it.
+
+    Args:
+        first_position: position of the first token below: the draft model's KV is valid before it.
+        token_ids: known tokens that it still has to compute; with drafts to be made, up to the newest one.
+        num_drafts: how many tokens it then proposes; 0 lets it catch up only.
+    """
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_drafts: int = 0
+
+    @property
+    def end_position(self) -> int:
+        """First position after the known tokens: where its first draft goes."""
+        return self.first_position + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """One row of a step: a run of tokens of one sequence.
 
     Args:
         first_position: position of the first token computed in this step: tokens with valid KV before it.
         token_ids: tokens to compute, at least one; known tokens first, then drafts.
-        num_draft_tokens: how many of them, at the end, are drafts.
-        block_ids: the sequence's block table, long enough for all of `token_ids`.
+        num_draft_tokens: how many of them, at the end, are drafts. Each of them is judged in this step.
+        block_ids: the sequence's block table, long enough for all of `token_ids` and for `draft`'s proposals.
         is_sampled: whether this step reaches the end of the known tokens, so that a next token is drawn.
         sampling: how it is drawn.
         index: which of the request's sequences this is; part of the key of every draw.
@@ -26,9 +46,12 @@ class ScheduledSequence:
         known_token_ids: all tokens up to the one that is drawn, if `sampling.needs_history` or the prompt's
             logprobs are to be told; else empty.
         suppressed_token_ids: not to be drawn this time, whatever `sampling` says.
+        num_suppressed: how many tokens have to come before those may be drawn.
         num_logprobs: tell the drawn token's log-probability and those of so many likeliest; None tells none.
         num_prompt_logprobs: the same for each prompt token that follows one computed in this step.
         constraint: what says which tokens may be drawn; None when all may.
+        draft: what the draft model does for this row first. The drafts that it makes join `token_ids` in the
+            runner: the plan has room for them and does not know them.
     """
 
     sequence_id: SequenceId
@@ -45,16 +68,33 @@ class ScheduledSequence:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     constraint: RowConstraint | None = None
+    num_suppressed: int = 0
+    draft: DraftWork | None = None
 
     @property
     def end_position(self) -> int:
-        """First position after this step's tokens: where a drawn token goes, and the row's KV length."""
+        """First position after this step's tokens, drafts included: the row's KV length."""
         return self.first_position + len(self.token_ids)
+
+    @property
+    def known_end(self) -> int:
+        """First position after this step's known tokens: where the first drawn token goes."""
+        return self.end_position - self.num_draft_tokens
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        """The drafts among the tokens."""
+        return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens that the target model computes, those that the draft model is going to propose included."""
+        return len(self.token_ids) + (0 if self.draft is None else self.draft.num_drafts)
 
     @property
     def num_prompt_successors(self) -> int:
         """How many of this step's tokens are followed by one of the prompt: those at the front."""
-        return max(0, min(self.end_position, self.num_prompt_tokens - 1) - self.first_position)
+        return max(0, min(self.known_end, self.num_prompt_tokens - 1) - self.first_position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +107,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the forward pass computes."""
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum(row.num_planned_tokens for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +115,14 @@ class RowResult:
     """Outcome of one row.
 
     Args:
-        token_ids: the tokens drawn, in order; empty when the row was not sampled or failed.
+        token_ids: the tokens drawn, in order: the drafts that were kept, then one more. Empty when the row was
+            not sampled or failed.
         logprobs: one per drawn token, when the row asks for them.
         prompt_logprobs: of the tokens at positions `first_position + 1` to the step's end or the prompt's
             last, when the row asks for them.
         failure: why the row can't go on (non-finite logits, say); None when it is healthy.
         is_own_doing: whether the request's own controls are why.
+        num_draft_tokens: drafts that were judged, whoever made them.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -88,10 +130,21 @@ class RowResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     failure: str | None = None
     is_own_doing: bool = False
+    num_draft_tokens: int = 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that were kept: all drawn tokens but the last, which comes behind them."""
+        return max(0, len(self.token_ids) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of a step: `rows[i]` belongs to `plan.rows[i]`."""
+    """Outcome of a step: `rows[i]` belongs to `plan.rows[i]`.
+
+    Args:
+        propose_s: time of it that the draft model took to make its proposals, seconds.
+    """
 
     rows: tuple[RowResult, ...]
+    propose_s: float = 0.0
