@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Coroutine
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from headrace.clients import cli_options as opt
+from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_with, hand_over, require_server, run
 
 if TYPE_CHECKING:
-    from headrace.clients.errors import HeadraceError
     from headrace.clients.prompts import RequestOptions
 
-Result = TypeVar("Result")
-
-FAILED = 1
-USAGE = 2
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
@@ -54,13 +48,13 @@ def root(
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
 def serve(context: typer.Context) -> None:
     """Serve a model. `headrace serve --help` lists every option. Needs the server extra."""
-    _hand_over("serve", context.args)
+    hand_over("serve", context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
 def pull(context: typer.Context) -> None:
     """Fetch a model into the cache folder: `headrace pull NAME`. Needs the server extra."""
-    _hand_over("pull", context.args)
+    hand_over("pull", context.args)
 
 
 @app.command(rich_help_panel="Talking to a server")
@@ -153,7 +147,7 @@ def generate(
         skip_special_tokens=False if special_tokens else None,
     )
     if chat is False and system is not None:
-        _fail("--system needs a chat: leave out --raw", USAGE)
+        fail("--system needs a chat: leave out --raw", USAGE)
 
     from headrace.clients import oneshot  # noqa: PLC0415
 
@@ -164,7 +158,7 @@ def generate(
         options=options,
         timeout_s=timeout,
     )
-    _run(oneshot.ask(target, question, as_json=as_json, with_stats=stats))
+    run(oneshot.ask(target, question, as_json=as_json, with_stats=stats))
 
 
 @app.command(rich_help_panel="Talking to a server")
@@ -214,7 +208,7 @@ def chat(
     try:
         ChatProgram(target, options, system=system).run()
     except HeadraceError as error:
-        _fail_with(error)
+        fail_with(error)
 
 
 @app.command(rich_help_panel="Talking to a server")
@@ -233,7 +227,7 @@ def health(
         async with InferenceClient(target) as client:
             return await client.health(service, timeout_s=timeout)
 
-    status = _run(check())
+    status = run(check())
     typer.echo(status.value)
     if status is not ServingStatus.SERVING:
         raise typer.Exit(FAILED)
@@ -257,11 +251,11 @@ def demo(
 
     The server batches anew at every step; then the same twenty run again in fixed batches.
     """
-    _require_server("demo")
+    require_server("demo")
     from headrace.clients.demo import DemoFailedError, run_demo  # noqa: PLC0415
 
     try:
-        _run(run_demo(model=model, num_slots=slots, dtype=dtype, json_path=json_path))
+        run(run_demo(model=model, num_slots=slots, dtype=dtype, json_path=json_path))
     except DemoFailedError as error:
         typer.echo(f"headrace: {error}", err=True)  # with the server's last lines, as they were
         raise typer.Exit(FAILED) from None
@@ -277,47 +271,6 @@ def _given(**options: object) -> RequestOptions:
     return cast(
         "RequestOptions", {name: value for name, value in options.items() if value not in (None, [], {})}
     )
-
-
-def _run(work: Coroutine[object, object, Result]) -> Result:
-    from headrace.clients.errors import HeadraceError  # noqa: PLC0415
-
-    try:
-        return asyncio.run(work)
-    except HeadraceError as error:
-        _fail_with(error)
-
-
-def _hand_over(command: str, arguments: list[str]) -> NoReturn:
-    from headrace.clients import launch  # noqa: PLC0415
-
-    _require_server(command)
-    launch.run_service(command, arguments)
-
-
-def _require_server(command: str) -> None:
-    from headrace.clients import launch  # noqa: PLC0415
-
-    try:
-        launch.require_server(command)
-    except launch.ServerNotInstalledError as error:
-        _fail(str(error), USAGE)
-
-
-def _fail_with(error: HeadraceError) -> NoReturn:
-    from headrace.clients import errors  # noqa: PLC0415
-
-    message = error.message
-    if isinstance(error, errors.Unavailable) and "connect" in message:
-        # gRPC tells of every address that it tried; the last one says it all.
-        message = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
-        message += " (is a server running there? `headrace serve` starts one)"
-    _fail(message, USAGE if isinstance(error, errors.InvalidArgument) else FAILED)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"headrace: {' '.join(message.split())}", err=True)
-    raise typer.Exit(status)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""How a command runs and how it ends: one line on standard error and an exit status when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from headrace.clients.errors import HeadraceError
+
+Result = TypeVar("Result")
+
+FAILED = 1
+USAGE = 2
+
+
+def run(work: Coroutine[object, object, Result]) -> Result:
+    from headrace.clients.errors import HeadraceError  # noqa: PLC0415
+
+    try:
+        return asyncio.run(work)
+    except HeadraceError as error:
+        fail_with(error)
+
+
+def hand_over(command: str, arguments: list[str]) -> NoReturn:
+    from headrace.clients import launch  # noqa: PLC0415
+
+    require_server(command)
+    launch.run_service(command, arguments)
+
+
+def require_server(command: str) -> None:
+    from headrace.clients import launch  # noqa: PLC0415
+
+    try:
+        launch.require_server(command)
+    except launch.ServerNotInstalledError as error:
+        fail(str(error), USAGE)
+
+
+def fail_with(error: HeadraceError) -> NoReturn:
+    from headrace.clients import errors  # noqa: PLC0415
+
+    message = error.message
+    if isinstance(error, errors.Unavailable) and "connect" in message:
+        # gRPC tells of every address that it tried; the last one says it all.
+        message = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+        message += " (is a server running there? `headrace serve` starts one)"
+    fail(message, USAGE if isinstance(error, errors.InvalidArgument) else FAILED)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"headrace: {' '.join(message.split())}", err=True)
+    raise typer.Exit(status)
