@@ -19,6 +19,12 @@ class Purpose(StrEnum):
 
     SAMPLE = "sample"
     """The token at that position."""
+    DRAFT = "draft"
+    """The draft at that position, where it is judged by rejection sampling."""
+    ACCEPT = "accept"
+    """Whether that draft is kept."""
+    RECOVER = "recover"
+    """The token in its place, if it is not."""
 
 
 def uniform(seed: int, index: int, position: int, purpose: Purpose) -> float:

@@ -35,11 +35,26 @@ class SampledTokens:
     has_choice: Tensor
 
 
-def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
-    """Choose one token per row, by the order of operations that `SamplingParams` gives.
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """What a step's tokens are drawn from, after all controls.
 
-    Greedy rows take the highest logit after masks, penalties and bias, the lowest id at ties. The others
-    draw from what all controls leave.
+    Args:
+        likeliest: (R,), int64: the highest logit of each row, the lowest id at ties.
+        is_healthy, has_choice: see `SampledTokens`.
+        drawn: the D rows, ascending, that are not greedy.
+        weights: (D, V), fp32: their probabilities up to a factor per row; None without any.
+    """
+
+    likeliest: Tensor
+    is_healthy: Tensor
+    has_choice: Tensor
+    drawn: tuple[int, ...]
+    weights: Tensor | None
+
+
+def distributions(logits: Tensor, rows: Sequence[SampledRow]) -> Distributions:
+    """Apply each row's controls, by the order of operations that `SamplingParams` gives.
 
     Args:
         logits: (R, V), fp32; not changed.
@@ -56,28 +71,67 @@ def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
         peaks[which], token_ids[which] = highest(changed)
         has_choice = torch.isfinite(peaks)
         logits = changed if len(adjusted) == len(rows) else logits.index_copy(0, which, changed)
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    drawn = tuple(i for i, row in enumerate(rows) if not row.params.is_greedy)
+    weights = None
     if drawn:
         which = torch.tensor(drawn, device=logits.device)
-        some = logits if len(drawn) == len(rows) else logits[which]
-        token_ids[which] = _draw(some, peaks[which], [rows[i] for i in drawn])
-    return SampledTokens(token_ids, is_healthy, has_choice)
+        some, highs = (logits, peaks) if len(drawn) == len(rows) else (logits[which], peaks[which])
+        weights = token_weights(some, highs, [rows[i].params for i in drawn])
+    return Distributions(token_ids, is_healthy, has_choice, drawn, weights)
 
 
-def _draw(logits: Tensor, peaks: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """(D,): a token per row, where the row's own uniform number falls in its cumulated weights."""
-    weights = token_weights(logits, peaks, [row.params for row in rows])
-    numbers = [uniform(row.params.seed, row.index, row.position, Purpose.SAMPLE) for row in rows]
+def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
+    """Choose one token per row.
+
+    Greedy rows take the highest logit after masks, penalties and bias, the lowest id at ties. The others
+    draw from what all controls leave.
+
+    Args:
+        logits: (R, V), fp32; not changed.
+        rows: R of them.
+    """
+    return choose(distributions(logits, rows), rows)
+
+
+def choose(
+    given: Distributions, rows: Sequence[SampledRow], purpose: Purpose = Purpose.SAMPLE
+) -> SampledTokens:
+    """Choose one token per row, each by its own uniform number.
+
+    Args:
+        rows: those that the distributions were made for.
+        purpose: what the numbers are for.
+    """
+    token_ids = given.likeliest
+    if given.weights is not None:
+        numbers = uniforms([rows[i] for i in given.drawn], purpose)
+        token_ids = token_ids.clone()
+        token_ids[torch.tensor(given.drawn, device=token_ids.device)] = draw(given.weights, numbers)
+    return SampledTokens(token_ids, given.is_healthy, given.has_choice)
+
+
+def uniforms(rows: Sequence[SampledRow], purpose: Purpose) -> list[float]:
+    """Each row's own number in [0, 1)."""
+    return [uniform(row.params.seed, row.index, row.position, purpose) for row in rows]
+
+
+def draw(weights: Tensor, numbers: Sequence[float]) -> Tensor:
+    """(D,), int64: a token per row, where the row's uniform number falls in its cumulated weights.
+
+    Args:
+        weights: (D, V), fp32, none negative.
+        numbers: D of them, in [0, 1).
+    """
     # Two short searches instead of one long one: first for the run, then in it.
     ends = cumulated_runs(weights)
-    marks = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * ends[:, -1:]
+    marks = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
     run = _first_end_past(ends, marks)
     marks = marks - torch.where(run > 0, ends.gather(1, (run - 1).clamp(min=0)), 0.0)
     ends = take_run(runs(weights), run).cumsum(dim=-1, dtype=torch.float64)
     # The run's own total may differ from its share above in the last bit: the mark stays inside.
     marks = torch.minimum(marks, ends[:, -1:] * _BELOW_ONE)
     # A row of NaN finds the end of the last run, which may lie past the vocabulary.
-    return (run * RUN + _first_end_past(ends, marks)).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    return (run * RUN + _first_end_past(ends, marks)).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
 def _first_end_past(ends: Tensor, marks: Tensor) -> Tensor:

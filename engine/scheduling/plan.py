@@ -115,8 +115,8 @@ class RowResult:
     """Outcome of one row.
 
     Args:
-        token_ids: the tokens drawn, in order: the drafts that were kept, then one more. Empty when the row was
-            not sampled or failed.
+        token_ids: the tokens drawn, in order: the drafts that were kept, then one more; empty when the row
+            was not sampled or failed.
         logprobs: one per drawn token, when the row asks for them.
         prompt_logprobs: of the tokens at positions `first_position + 1` to the step's end or the prompt's
             last, when the row asks for them.
