@@ -1,11 +1,11 @@
 """What a step costs in seconds, learned from the steps that have run.
 
 The cost is taken to be a sum: so much per step, per prefill token, per decode token, per KV token that a
-decode reads, per pair of tokens that prefill attends over. None of it can be negative, so more work never costs less.
-The five prices are the minimum of a weighted least-squares problem with exponential forgetting, kept as its
-normal equations and solved over the non-negative numbers by coordinate descent from where they stood before
-(Franc, Hlaváč and Navara, CAIP '05). Errors count relative to the step's time, not in seconds, so that long
-prefills don't drown short decodes.
+decode reads, per pair of tokens that prefill attends over. None of it can be negative, so more work never
+costs less. The five prices are the minimum of a weighted least-squares problem with exponential forgetting,
+kept as its normal equations and solved over the non-negative numbers by coordinate descent from where they
+stood before (Franc, Hlaváč and Navara, CAIP '05). Errors count relative to the step's time, not in seconds:
+else long prefills would drown short decodes.
 """
 
 from __future__ import annotations
