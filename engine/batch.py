@@ -1,7 +1,7 @@
 """From a step's plan to the tensors of one forward pass: the only place where they are made.
 
 All rows lie behind each other on one flat token axis (selective batching, Orca, OSDI '22).
-Letters: T tokens of the step, B rows, R sampled rows, P prompt tokens to be told, M width of the block
+Letters: T tokens of the step, B rows, R places to draw at, P prompt tokens to be told, M width of the block
 table, S block size.
 """
 
@@ -30,7 +30,8 @@ class ModelInput:
         input_ids: (T,), int64.
         positions: (T,), int64: place of each token in its own sequence.
         attention: where the tokens stand in the paged cache.
-        logits_rows: (R,), int64: tokens of the flat axis behind which one is drawn, ascending; may be empty.
+        logits_rows: (R,), int64: tokens of the flat axis behind which one is drawn, ascending: each sampled
+            row's last known one and its drafts; may be empty.
         prompt_rows: (P,), int64: tokens of the flat axis whose successor in the prompt is to be told with its
             logprob, ascending; nearly always empty.
     """
@@ -66,7 +67,6 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
     positions = np.arange(num_tokens) + (first_positions - cu_seqlens_q[:-1])[row_of_token]
     block_table = _block_table(plan, -(-seq_lens // block_size))
     block_of_token = block_table[row_of_token, positions // block_size].astype(np.int64)
-    is_sampled = np.fromiter((row.is_sampled for row in rows), np.bool_, num_rows)
 
     def tensor(array: NDArray[np.int64] | NDArray[np.int32], dtype: type[np.int32 | np.int64]) -> Tensor:
         return torch.from_numpy(array.astype(dtype, copy=False)).to(device, non_blocking=True)
@@ -85,9 +85,20 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
         ),
-        logits_rows=tensor(cu_seqlens_q[1:][is_sampled] - 1, np.int64),
+        logits_rows=tensor(_logits_rows(plan, cu_seqlens_q[1:]), np.int64),
         prompt_rows=tensor(_prompt_rows(plan, cu_seqlens_q), np.int64),
     )
+
+
+def _logits_rows(plan: StepPlan, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(R,): of each sampled row the last known token and the drafts, which end at `ends`."""
+    counts = np.fromiter(
+        (row.num_draft_tokens + 1 if row.is_sampled else 0 for row in plan.rows), np.int64, len(plan.rows)
+    )
+    num_places = int(counts.sum())
+    # Of every token: how many of its row's places come after it or are its own.
+    left = np.repeat(np.cumsum(counts), counts) - np.arange(num_places)
+    return np.repeat(ends, counts) - left
 
 
 def _prompt_rows(plan: StepPlan, cu_seqlens_q: NDArray[np.int64]) -> NDArray[np.int64]:

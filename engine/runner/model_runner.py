@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from headrace.engine.attention.backend import AttentionBackend, AttentionStep
+from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
+from headrace.engine.models.forward import ForwardModel
 from headrace.engine.runner.results import StepTables, to_result
+from headrace.engine.runner.verification import draw_places, masks_of
 from headrace.engine.sampling.constraint import RowMask
 from headrace.engine.sampling.logprobs import logprob_table
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.sampling.row import SampledRow
-from headrace.engine.sampling.sampler import sample
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
+from headrace.engine.speculative.draft_model import DraftModel, Proposals
 
 _PROMPT_SLICE = 64
 """So many prompt tokens' logits are held at a time, whatever the length of a chunk."""
-
-
-class ForwardModel(Protocol):
-    """What the runner asks of a decoder."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        ...
-
-    def hidden(self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor) -> Tensor:
-        """Compute one step as far as the head.
-
-        Args:
-            input_ids, positions: (T,), int64.
-            attention: this step's attention over the paged cache.
-            rows: (R,), int64: tokens that `logits` is going to be asked for; may be empty.
-
-        Returns:
-            (R, hidden size).
-        """
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Go from some of `hidden`'s rows to logits.
-
-        Args:
-            hidden: (R, hidden size).
-
-        Returns:
-            (R, V), fp32.
-        """
-        ...
 
 
 class ModelRunner:
@@ -67,11 +36,19 @@ class ModelRunner:
     Args:
         model: computes logits.
         attention: over the KV pool of `layout`.
+        draft_model: makes the drafts that a plan asks for.
     """
 
-    def __init__(self, model: ForwardModel, attention: AttentionBackend, layout: CacheLayout) -> None:
+    def __init__(
+        self,
+        model: ForwardModel,
+        attention: AttentionBackend,
+        layout: CacheLayout,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self._model: ForwardModel | None = model
         self._attention: AttentionBackend | None = attention
+        self._draft_model = draft_model
         self._block_size = layout.block_size
 
     @torch.inference_mode()
@@ -79,22 +56,26 @@ class ModelRunner:
         """See `Runner.execute`."""
         if self._model is None or self._attention is None:
             raise IntegrityError("a step was sent to a runner that is closed")
-        if any(row.num_draft_tokens for row in plan.rows):
-            raise IntegrityError("a plan holds draft tokens, which this runner does not verify")
+        started_s = time.perf_counter()
+        proposals = self._propose(plan)
+        plan = proposals.plan
+        propose_s = time.perf_counter() - started_s
         batch = build_batch(plan, self._block_size, self._model.device)
         step = self._attention.begin_step(batch.attention)
-        sampled = [row for row in plan.rows if row.is_sampled]
         is_prompt_told = batch.prompt_rows.shape[0] > 0
         rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows
         hidden = self._model.hidden(batch.input_ids, batch.positions, step, rows)
-        # While the device computes.
-        masks = [None if row.constraint is None else row.constraint.mask() for row in sampled]
-        tokens, logprobs = (
-            _draw(self._model, hidden[: len(sampled)], sampled, masks) if sampled else (None, None)
-        )
-        prompt = _tell_prompts(self._model, hidden[len(sampled) :], plan) if is_prompt_told else ()
-        failures = tuple(None if mask is None else mask.failure for mask in masks)
-        return to_result(plan, StepTables(tokens, logprobs, prompt, failures))
+        num_places = batch.logits_rows.shape[0]
+        drawn = _draw(self._model, hidden[:num_places], proposals) if num_places else StepTables()
+        prompt = _tell_prompts(self._model, hidden[num_places:], plan) if is_prompt_told else ()
+        return replace(to_result(plan, replace(drawn, prompt=prompt)), propose_s=propose_s)
+
+    def _propose(self, plan: StepPlan) -> Proposals:
+        if all(row.draft is None for row in plan.rows):
+            return Proposals(plan)
+        if self._draft_model is None:
+            raise IntegrityError("a plan wants drafts, and this runner has no draft model")
+        return self._draft_model.propose(plan)
 
     def warm_up(self, num_prefill_tokens: int, num_decode_rows: int) -> None:
         """Run the largest steps once, over the null block, so that no request pays for first calls.
@@ -122,24 +103,41 @@ class ModelRunner:
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._model = self._attention = None
+        self._model = self._attention = self._draft_model = None
 
 
-def _draw(
-    model: ForwardModel, hidden: Tensor, rows: Sequence[ScheduledSequence], masks: Sequence[RowMask | None]
-) -> tuple[Tensor, Tensor | None]:
-    """`StepTables.tokens` and `StepTables.logprobs`, from the (R, hidden size) of the sampled rows."""
+def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTables:
+    """The step's tables, the prompt's own aside, from the (P, hidden size) of the places of its rows."""
+    rows = [row for row in proposals.plan.rows if row.is_sampled]
+    # While the device computes.
+    masks = [masks_of(row) for row in rows]
+    weights = {}
+    if proposals.weights:
+        places = [place for place, row in enumerate(proposals.plan.rows) if row.is_sampled]
+        weights = {
+            i: proposals.weights[place] for i, place in enumerate(places) if place in proposals.weights
+        }
     logits = model.logits(hidden)
-    sampled = sample(logits, [_sampled_row(row, mask) for row, mask in zip(rows, masks, strict=True)])
+    sampled = draw_places(logits, rows, masks, weights)
     tokens = torch.stack((sampled.token_ids, sampled.is_healthy, sampled.has_choice), dim=1)
-    num_tops = [(i, row.num_logprobs) for i, row in enumerate(rows) if row.num_logprobs is not None]
+    failures = tuple(None if along is None else _failure(along[0]) for along in masks)
+    return StepTables(tokens, _tell(logits, sampled.token_ids, rows), failures=failures)
+
+
+def _failure(mask: RowMask | None) -> str | None:
+    return None if mask is None else mask.failure
+
+
+def _tell(logits: Tensor, token_ids: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor | None:
+    """`StepTables.logprobs`, from the (P, V) and (P,) of the places of `rows`."""
+    num_tops = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     if not num_tops:
-        return tokens, None
-    token_ids = sampled.token_ids
+        return None
     if len(num_tops) < len(rows):
-        which = torch.tensor([i for i, _ in num_tops], device=logits.device)
+        told = [row.num_logprobs is not None for row in rows for _ in range(row.num_draft_tokens + 1)]
+        which = torch.tensor([i for i, is_told in enumerate(told) if is_told], device=logits.device)
         logits, token_ids = logits[which], token_ids[which]
-    return tokens, logprob_table(logits, token_ids, max(num_top for _, num_top in num_tops))
+    return logprob_table(logits, token_ids, max(num_tops))
 
 
 def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, ...]:
@@ -155,18 +153,4 @@ def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[
     return tuple(
         logprob_table(model.logits(hidden[i : i + _PROMPT_SLICE]), told[i : i + _PROMPT_SLICE], num_top)
         for i in range(0, len(token_ids), _PROMPT_SLICE)
-    )
-
-
-def _sampled_row(row: ScheduledSequence, mask: RowMask | None) -> SampledRow:
-    # A text that nothing can follow ends: there is no token left to reach `min_tokens` with.
-    must_end = mask is not None and mask.must_end
-    return SampledRow(
-        row.sampling,
-        row.index,
-        row.end_position,
-        row.num_prompt_tokens,
-        row.known_token_ids,
-        frozenset() if must_end else row.suppressed_token_ids,
-        None if mask is None else mask.bits,
     )

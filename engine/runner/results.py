@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ class StepTables:
     """A step's numbers, each table in the order of the plan's rows; None where nothing is to be told.
 
     Args:
-        tokens: (R, 3): per sampled row the token, whether the model is healthy, whether any token was left.
-        logprobs: see `headrace.engine.sampling.logprobs.logprob_table`; sampled rows that tell logprobs.
+        tokens: (P, 3): per place of a sampled row (see `headrace.engine.runner.verification`) the token,
+            whether the model is healthy, whether any token was left.
+        logprobs: see `headrace.engine.sampling.logprobs.logprob_table`; places of rows that tell logprobs.
         prompt: the same for the prompt tokens that follow one of this step, slice by slice.
         failures: per sampled row why its request can't go on, known before any token was drawn.
     """
@@ -52,16 +54,17 @@ def _row_result(
     failures: Iterator[str | None],
 ) -> RowResult:
     """Take from each table what is this row's."""
-    token_ids: tuple[int, ...] = ()
+    run: list[int] = []
     is_healthy = has_choice = 1.0
     failure: str | None = None
     logprobs_of = []
     if row.is_sampled:
         failure = next(failures, None)
-        token_id, is_healthy, has_choice = next(tokens)
-        token_ids = (int(token_id),)
+        num_places = row.num_draft_tokens + 1
+        run, is_healthy, has_choice = _run(row.draft_token_ids, list(islice(tokens, num_places)))
         if row.num_logprobs is not None:
-            logprobs_of = [read_logprobs(next(logprobs), row.num_logprobs)]
+            told_of = list(islice(logprobs, num_places))[: len(run)]
+            logprobs_of = [read_logprobs(entry, row.num_logprobs) for entry in told_of]
     prompt_of = []
     if row.num_prompt_logprobs is not None:
         num_top = row.num_prompt_logprobs
@@ -71,10 +74,26 @@ def _row_result(
     if failure is not None or not has_choice:
         return RowResult(failure=failure or _NO_CHOICE, is_own_doing=True)
     return RowResult(
-        token_ids,
+        tuple(run),
         logprobs=tuple(entry for entry in logprobs_of if entry is not None),
         prompt_logprobs=tuple(entry for entry in prompt_of if entry is not None),
+        num_draft_tokens=row.num_draft_tokens,
     )
+
+
+def _run(draft_token_ids: Sequence[int], places: Sequence[_Numbers]) -> tuple[list[int], float, float]:
+    """The drafts that are kept and the token behind them; whether the first place is healthy, has a choice.
+
+    A run ends before a place that is ill: it is computed anew in the next step, as the first place, and then
+    it fails there as it would without drafts.
+    """
+    token_id, is_healthy, has_choice = places[0]
+    run = [int(token_id)]
+    for draft, (token_id, *is_well) in zip(draft_token_ids, places[1:], strict=True):
+        if run[-1] != draft or not all(is_well):
+            break
+        run.append(int(token_id))
+    return run, is_healthy, has_choice
 
 
 def _to_host(tables: Sequence[Tensor | None]) -> list[list[_Numbers]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.sampling.constraint import RowConstraint
@@ -98,6 +98,21 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What one step may take at most.
+
+    Args:
+        num_tokens: most tokens, prefill and decode together; at least one for every running sequence.
+        max_num_seqs: nobody joins while so many run; those that run are not touched.
+        max_prefill_chunk: most tokens of one sequence; None leaves it to `num_tokens`.
+    """
+
+    num_tokens: int
+    max_num_seqs: int
+    max_prefill_chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Never empty."""
 
@@ -147,4 +162,4 @@ class StepResult:
     """
 
     rows: tuple[RowResult, ...]
-    propose_s: float = 0.0
+    propose_s: float = field(default=0.0, compare=False)

@@ -31,9 +31,10 @@ from headrace.engine.attention.backend import (
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.runner.host import prepare_host
-from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
+from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId

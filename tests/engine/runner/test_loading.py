@@ -78,7 +78,7 @@ def test_progress_is_told_to_the_end(folder: Path) -> None:
 
 
 def test_a_backend_that_does_not_suit_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="not in this build"):
+    with pytest.raises(ConfigError, match="it runs on cuda, not on cpu"):
         load(make_config(folder, backend="flash"))
 
 

@@ -18,10 +18,11 @@ from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
-from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
+from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from headrace.engine.scheduling.plan import DraftWork, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
 from tests.support.contract_backend import ContractCheckingBackend
 from tests.support.plan_loop import GREEDY, LoopSequence, make_sequences, num_blocks_for, run_to_end
@@ -219,15 +220,15 @@ def test_a_row_that_is_not_finite_fails_alone(
     assert run_to_end(runner, [heir]) == [expected((7, 8, 9))]
 
 
-def make_row(*, num_draft_tokens: int = 0, block_ids: tuple[int, ...] = (1,)) -> ScheduledSequence:
-    return ScheduledSequence(SequenceId(0), 0, (1, 2), num_draft_tokens, block_ids, True, GREEDY)
+def make_row(*, draft: DraftWork | None = None, block_ids: tuple[int, ...] = (1,)) -> ScheduledSequence:
+    return ScheduledSequence(SequenceId(0), 0, (1, 2), 0, block_ids, True, GREEDY, draft=draft)
 
 
 def test_plans_that_it_can_not_run_are_refused(decoder: Decoder) -> None:
     runner = make_runner(decoder, CacheLayout(4, 4))
 
-    with pytest.raises(IntegrityError, match="draft"):
-        runner.execute(StepPlan(0, (make_row(num_draft_tokens=1),)))
+    with pytest.raises(IntegrityError, match="no draft model"):
+        runner.execute(StepPlan(0, (make_row(draft=DraftWork(0, (1, 2), 1)),)))
     with pytest.raises(IntegrityError, match="rows"):
         runner.execute(StepPlan(0, ()))
 

@@ -16,9 +16,10 @@ from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.kv.storage import KVShape, KVStorage
 from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.outputs import TokenLogprobs
-from headrace.engine.runner.model_runner import ForwardModel, ModelRunner
+from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import StepPlan
 from tests.support.plan_loop import LoopSequence, make_sequences, num_blocks_for, run_to_end
