@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -76,9 +78,13 @@ class SchedulerConfig:
         max_num_seqs: slots: most sequences in one step.
         max_num_batched_tokens: token budget: most tokens in one step, prefill and decode together.
         max_prefill_chunk: most prompt tokens of one sequence in one step; None leaves it to the budget.
-        max_num_waiting: most requests in the queue; one more is refused as overloaded.
-        max_num_skips: how many later requests may be admitted before one that doesn't fit yet;
+        max_num_waiting: most sequences in the queue; what exceeds it is refused as overloaded.
+        max_waiting_tokens: most tokens of those in the queue together, prompts and all that may be made;
+            what exceeds it is refused as overloaded.
+        max_num_skips: how many requests behind one that doesn't fit yet may be admitted before it;
             after that nobody passes it.
+        priority_ageing_s: waiting time after which a request counts as one class higher, seconds.
+        client_weights: share of a client relative to others; 1 for whoever is not in it.
         batching: see `BatchingPolicy`.
     """
 
@@ -88,12 +94,19 @@ class SchedulerConfig:
     max_num_waiting: int = 1024
     max_num_skips: int = 64
     batching: BatchingPolicy = BatchingPolicy.CONTINUOUS
+    max_waiting_tokens: int = 2**21
+    priority_ageing_s: float = 10.0
+    client_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
         _require_at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
         _require_at_least("max_num_waiting", self.max_num_waiting, 1)
+        _require_at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
         _require_at_least("max_num_skips", self.max_num_skips, 0)
+        _require_positive("priority_ageing_s", self.priority_ageing_s)
+        for client, weight in self.client_weights.items():
+            _require_positive(f"client_weights[{client!r}]", weight)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
@@ -260,3 +273,8 @@ class ModelInfo:
 def _require_at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise ConfigError(f"{name}={value} is too small: use {least} or more")
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}={value:g} can't be: use a number above 0")

@@ -213,7 +213,7 @@ class EngineCore:
         executed_s = self._clock()
         outcomes = list(zip(begun.plan.rows, result.rows, strict=True))
         lives = [self._by_sequence[row.sequence_id] for row, _ in outcomes]
-        slots = [live.sequence.slot for live in lives]
+        slots = [live.sequence.batch_slot for live in lives]
         for live, (row, outcome) in zip(lives, outcomes, strict=True):
             if outcome.failure is None:
                 live.sequence.num_computed_tokens = row.end_position
@@ -232,6 +232,7 @@ class EngineCore:
                 kind = NothingToDraw if outcome.is_own_doing else RequestFailed
                 events.append(self._fail(live.request, kind(outcome.failure)))
             else:
+                self._scheduler.count_output(live.sequence, len(outcome.token_ids))
                 events += self._tell(live, *live.take(row, outcome, executed_s))
         stats = StepStats(
             step=begun.plan.step,

@@ -16,6 +16,9 @@ RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 """Made by the engine, never used twice."""
 
+Rank = tuple[float, SequenceId]
+"""A sequence's place among all, least first; see `headrace.engine.scheduling.queue`."""
+
 
 class SequenceStatus(Enum):
     """Where a sequence stands. "Prefilling" and "preempted" are no states: see `Sequence`."""
@@ -102,6 +105,8 @@ class Request:
         isolation_key: KV of equal beginnings is shared only between requests of equal keys.
         uses_prefix_cache: whether it takes KV from the prefix cache and leaves its own there.
         deadline_s: moment past which nobody waits for the answer any more.
+        priority: higher goes first.
+        client: whose share of the server it takes; all requests of equal names are one client's.
         constraint: the form of the text, made ready by `AsyncEngine.constraints`. An end id is drawn
             where the text is complete, and there alone: where it is complete and nothing can follow, it ends,
             `min_tokens` or not. A stop string ends it wherever it comes.
@@ -118,6 +123,8 @@ class Request:
     best_of: int = 1
     isolation_key: str = ""
     uses_prefix_cache: bool = True
+    priority: int = 0
+    client: str = ""
     constraint: CompiledConstraint | None = None
     speculation: SpeculationParams = SpeculationParams()
 
@@ -135,10 +142,11 @@ class Sequence:
         leader: the first sequence of the same request, if that isn't this one; the others share its prompt.
         num_computed_tokens: tokens whose KV is valid. Below `num_prompt_tokens` it is still prefilling; after
             a preemption it is 0 and everything known is computed again.
-        slot: its place among the `max_num_seqs`, while it runs.
+        batch_slot: its place among the `max_num_seqs`, while it runs.
         num_cached_tokens: prompt tokens whose KV was there when it was first admitted.
         num_prompt_logprobs_told: for how many places of the prompt logprobs have been told.
-        num_skips: how many later arrivals were admitted before it.
+        num_skips: how many others behind it were admitted before it, because it did not fit yet.
+        rank: its place for good; the scheduler gives it.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
         num_accepted_draft_tokens: those of them that stand in its text.
     """
@@ -156,9 +164,10 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_prompt_logprobs_told: int = 0
-    slot: int | None = None
+    batch_slot: int | None = None
     num_skips: int = 0
     num_preemptions: int = 0
+    rank: Rank = (0.0, SequenceId(0))
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None

@@ -1,20 +1,35 @@
-"""Sequences in the order in which they are served."""
+"""Sequences in the order in which they are served: those that run, and those that wait.
+
+Two orders. The *rank* of a sequence never changes: a request of priority p counts as if it had come p ageing
+times earlier. It says who runs on when memory is short: only a sequence of better rank can take another's
+blocks, so the best one of all is never interrupted, and nobody's place is won by turns.
+
+Who waits is let in by class first: a request's priority, and one more for each ageing time that it has
+waited, up to the highest priority that waits. Within a class the client is next who has had least (see
+`fairness`), and of one client the oldest request.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from operator import attrgetter
 
-from headrace.engine.sequence import Sequence, SequenceId
+from headrace.engine.scheduling.fairness import ClientLedger
+from headrace.engine.sequence import Rank, Sequence, SequenceId
+
+_rank = attrgetter("rank")
+_arrival = attrgetter("sequence_id")
 
 
-def arrival_order(sequence: Sequence) -> SequenceId:
-    """First come, first served. A preempted sequence keeps its place: ids grow with arrival."""
-    return sequence.sequence_id
+def rank_of(sequence: Sequence, ageing_s: float) -> Rank:
+    """A sequence's place for good, best first: arrival, put earlier by its priority."""
+    return sequence.arrival_s - sequence.request.priority * ageing_s, sequence.sequence_id
 
 
 class SequenceQueue:
-    """A list of sequences kept sorted, oldest first. Another policy is another key."""
+    """A list of sequences kept sorted by rank, best first."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
@@ -28,7 +43,7 @@ class SequenceQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at its place."""
-        insort(self._items, sequence, key=arrival_order)
+        insort(self._items, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out.
@@ -36,12 +51,124 @@ class SequenceQueue:
         Raises:
             ValueError: it is not here.
         """
-        place = bisect_left(self._items, arrival_order(sequence), key=arrival_order)
+        place = bisect_left(self._items, sequence.rank, key=_rank)
         if place == len(self._items) or self._items[place] is not sequence:
             raise ValueError(f"sequence {sequence.sequence_id} is not in this queue")
         del self._items[place]
 
     @property
     def last(self) -> Sequence:
-        """The youngest: the first to lose its place."""
+        """The one of lowest rank: the first to lose its place."""
         return self._items[-1]
+
+
+class WaitingQueue:
+    """The sequences that wait, one line for each client and priority.
+
+    To begin to choose takes time by the number of lines; each one chosen takes the logarithm of that.
+
+    Args:
+        ledger: what each client has had.
+        ageing_s: waiting time that is worth one class, seconds.
+    """
+
+    def __init__(self, ledger: ClientLedger, ageing_s: float) -> None:
+        self._ledger = ledger
+        self._ageing_s = ageing_s
+        self._lines: dict[tuple[str, int], list[Sequence]] = {}
+        self._num_sequences = 0
+        self._num_tokens = 0
+        self._held: dict[str, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All of them, in no order that means anything."""
+        return iter([sequence for line in self._lines.values() for sequence in line])
+
+    @property
+    def num_tokens(self) -> int:
+        """The most that all of them together may come to hold: prompts, and all that may be made."""
+        return self._num_tokens
+
+    def held_by(self, client: str) -> tuple[int, int]:
+        """How many sequences of a client wait, and the most tokens that they may come to hold."""
+        return self._held.get(client, (0, 0))
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence at its place; one that comes back has the place that it had."""
+        request = sequence.request
+        insort(self._lines.setdefault((request.client, request.priority), []), sequence, key=_arrival)
+        self._count(sequence, 1)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out.
+
+        Raises:
+            ValueError: it is not here.
+        """
+        name = sequence.request.client, sequence.request.priority
+        line = self._lines.get(name, [])
+        place = bisect_left(line, sequence.sequence_id, key=_arrival)
+        if place == len(line) or line[place] is not sequence:
+            raise ValueError(f"sequence {sequence.sequence_id} is not in this queue")
+        del line[place]
+        if not line:
+            del self._lines[name]
+        self._count(sequence, -1)
+
+    def in_order(self, now_s: float) -> Iterator[Sequence]:
+        """Yield them in the order of admission. Who asks may take out the one that it was given last, and
+        charge its client meanwhile; nothing else may change.
+        """
+        if not self._lines:
+            return
+        top = max(priority for _, priority in self._lines)
+        lines = list(self._lines.items())
+        heads = [self._entry(i, 0, line[0], top, now_s) for i, (_, line) in enumerate(lines)]
+        heapify(heads)
+        while heads:
+            negative_class, counter, sequence_id, i, place = heads[0]
+            (client, _), line = lines[i]
+            owed = self._ledger.counter(client)
+            if owed != counter:
+                heapreplace(heads, (negative_class, owed, sequence_id, i, place))
+                continue
+            sequence = line[place]
+            yield sequence
+            heappop(heads)
+            if place < len(line) and line[place] is sequence:
+                place += 1
+            if place < len(line):
+                heappush(heads, self._entry(i, place, line[place], top, now_s))
+
+    def class_of(self, sequence: Sequence, now_s: float) -> int:
+        """The class of a sequence that waits, now."""
+        return self._class_of(sequence, max(priority for _, priority in self._lines), now_s)
+
+    def _entry(
+        self, line: int, place: int, sequence: Sequence, top: int, now_s: float
+    ) -> tuple[int, float, SequenceId, int, int]:
+        request = sequence.request
+        return (
+            -self._class_of(sequence, top, now_s),
+            self._ledger.counter(request.client),
+            sequence.sequence_id,
+            line,
+            place,
+        )
+
+    def _class_of(self, sequence: Sequence, top: int, now_s: float) -> int:
+        num_gained = int((now_s - sequence.arrival_s) / self._ageing_s)
+        return min(top, sequence.request.priority + num_gained)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        client, num_tokens = sequence.request.client, sign * sequence.max_len
+        self._num_sequences += sign
+        self._num_tokens += num_tokens
+        num_sequences, held_tokens = self._held.get(client, (0, 0))
+        if num_sequences + sign:
+            self._held[client] = (num_sequences + sign, held_tokens + num_tokens)
+        else:
+            del self._held[client]

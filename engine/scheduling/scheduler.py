@@ -12,13 +12,23 @@ from heapq import heapify, heappop, heappush
 from headrace.engine.config import BatchingPolicy, SchedulerConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
-from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
-from headrace.engine.scheduling.queue import SequenceQueue
+from headrace.engine.scheduling.fairness import ClientLedger
+from headrace.engine.scheduling.plan import ScheduledSequence, StepLimits, StepPlan
+from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of
 from headrace.engine.sequence import Sequence, SequenceStatus
+
+_MAX_MISFITS = 16
+"""So many waiting sequences that don't fit are looked at in one step; those behind them wait for the next."""
 
 
 class Scheduler:
-    """Owner of the waiting and the running sequences and of their slots.
+    """Owner of the waiting and the running sequences and of their places in the batch.
+
+    Among running sequences a fixed rank decides, among waiting ones class, share and arrival (see `queue`).
+    What holds whatever happens: a sequence loses its blocks only to one of better rank; one that has lost
+    them comes back only when all that it knows fits again, beside what the others are about to need. So
+    between two preemptions of one sequence somebody else has given up blocks, and the best of all always
+    progresses.
 
     Args:
         config: limits of a step.
@@ -27,26 +37,34 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, *, prefix_caching: bool = True) -> None:
-        self.waiting = SequenceQueue()
+        self.ledger = ClientLedger(config.client_weights)
+        self.waiting = WaitingQueue(self.ledger, config.priority_ageing_s)
         self.running = SequenceQueue()
         self._config = config
         self._kv = kv
         self._prefix_caching = prefix_caching
-        self._free_slots = list(range(config.max_num_seqs))
-        heapify(self._free_slots)
+        self._limits = StepLimits(
+            config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk
+        )
+        self._free_batch_slots = list(range(config.max_num_seqs))
+        heapify(self._free_batch_slots)
         self._static_places = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        sequence.rank = rank_of(sequence, self._config.priority_ageing_s)
+        self.ledger.arrive(sequence.request.client)
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence, wherever it stands; slot and blocks are free at once. A second call does nothing.
+        """End a sequence, wherever it stands; its place and its blocks are free at once. A second call does
+        nothing.
 
         Never called while a step that may write to its blocks is under way.
         """
         if sequence.is_finished:
             return
+        client = sequence.request.client
         if sequence.status is SequenceStatus.RUNNING:
             if not (self._prefix_caching and sequence.request.uses_prefix_cache):
                 self._kv.withdraw(sequence.sequence_id)
@@ -54,18 +72,21 @@ class Scheduler:
             self._static_places = 0
         else:
             self.waiting.remove(sequence)
+            self.ledger.stop_waiting(client)
+        self.ledger.depart(client)
         self._kv.free(sequence.sequence_id, is_over=True)
         sequence.transition(SequenceStatus.FINISHED)
 
     def schedule(self, step: int, now_s: float) -> tuple[StepPlan | None, int]:
         """Plan one step.
 
-        Order: decodes of running sequences, oldest first; then prefill of running ones; then, in order of
-        arrival, waiting ones. A running sequence that can't grow makes the youngest give up its blocks.
+        Order: decodes of running sequences, best rank first; then prefill of running ones; then waiting ones.
+        A running sequence that can't grow makes the one of lowest rank give up its blocks.
 
         Args:
             step: its number.
-            now_s: monotonic seconds, noted in sequences that are scheduled for the first time.
+            now_s: monotonic seconds, by which those that wait gain classes; noted in sequences that are
+                scheduled for the first time.
 
         Returns:
             The plan (None when there is nothing to do) and how many sequences were preempted for it.
@@ -73,22 +94,26 @@ class Scheduler:
         Raises:
             IntegrityError: somebody waits, nobody runs, and still nothing can be planned.
         """
-        draft = _DraftPlan(self._config.max_num_batched_tokens)
+        plan = _PlanInProgress(self._limits)
         for sequence in self.running:
             if sequence.is_decoding:
-                self._grow(sequence, draft)
+                self._grow(sequence, plan)
         for sequence in self.running:
             if not sequence.is_decoding:
-                self._grow(sequence, draft)
-        if draft.num_preempted == 0:
-            self._admit(draft)
-        if not draft.num_tokens_of:
+                self._grow(sequence, plan)
+        if plan.num_preempted == 0:
+            self._admit(plan, now_s)
+        if not plan.num_tokens_of:
             if self.waiting:
                 raise IntegrityError(
                     f"{len(self.waiting)} sequences wait, nobody runs, and none can be admitted"
                 )
-            return None, draft.num_preempted
-        return StepPlan(step, tuple(self._rows(draft, now_s))), draft.num_preempted
+            return None, plan.num_preempted
+        return StepPlan(step, tuple(self._rows(plan, now_s))), plan.num_preempted
+
+    def count_output(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charge a sequence's client for tokens that were made."""
+        self.ledger.charge(sequence.request.client, 0, num_tokens)
 
     def offer_blocks(self, sequence: Sequence) -> None:
         """Let others share what a finished step has filled for a running sequence."""
@@ -96,53 +121,49 @@ class Scheduler:
         if key is not None:
             self._kv.offer(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens, key)
 
-    def _grow(self, sequence: Sequence, draft: _DraftPlan) -> None:
-        """Schedule the next tokens of a running sequence, at the expense of younger ones if need be."""
-        num_tokens = self._chunk_len(sequence, draft.budget)
+    def _grow(self, sequence: Sequence, plan: _PlanInProgress) -> None:
+        """Schedule the next tokens of a running sequence, at the expense of lower ones if need be."""
+        num_tokens = plan.chunk_len(sequence)
         while num_tokens > 0 and sequence.status is SequenceStatus.RUNNING:
             if (
                 self._kv.allocate_slots(sequence.sequence_id, sequence.num_computed_tokens + num_tokens)
                 is not None
             ):
-                draft.take(sequence, num_tokens)
+                plan.take(sequence, num_tokens)
                 return
-            # The youngest goes first, so the oldest always progresses: no request is larger than the pool.
-            self._preempt(self.running.last, draft)
+            # The lowest goes first, so the best always progresses: no request is larger than the pool.
+            self._preempt(self.running.last, plan)
 
-    def _chunk_len(self, sequence: Sequence, budget: int) -> int:
-        limit = self._config.max_prefill_chunk
-        num_tokens = min(sequence.num_new_tokens, budget)
-        return num_tokens if limit is None else min(num_tokens, limit)
-
-    def _preempt(self, victim: Sequence, draft: _DraftPlan) -> None:
+    def _preempt(self, victim: Sequence, plan: _PlanInProgress) -> None:
         """Preemption by recompute: all blocks back, all known tokens to be computed again."""
-        draft.drop(victim)
-        draft.num_preempted += 1
+        plan.drop(victim)
+        plan.num_preempted += 1
         self._leave_batch(victim)
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.transition(SequenceStatus.WAITING)
         self.waiting.add(victim)
+        self.ledger.wait(victim.request.client)
 
-    def _admit(self, draft: _DraftPlan) -> None:
-        """Let waiting sequences join, oldest first.
+    def _admit(self, plan: _PlanInProgress, now_s: float) -> None:
+        """Let waiting sequences join, in their order.
 
         One joins only when its whole known length fits beside what the running ones are about to need, so
         that nobody is admitted only to be preempted. One that doesn't fit lets others pass, `max_num_skips`
-        times; then nobody passes it.
+        times; then nobody behind it passes.
         """
-        if not self.waiting or not self._free_slots:
+        if not self.waiting or not self._has_room(plan):
             return
         if self._config.batching is BatchingPolicy.STATIC and not self.running:
             self._static_places = min(self._config.max_num_seqs, len(self.waiting))
         reserved = sum(self._num_blocks_soon(sequence) for sequence in self.running)
         passed: list[Sequence] = []
         is_barred = False
-        for sequence in self.waiting:
+        for sequence in self.waiting.in_order(now_s):
             available = self._kv.num_available_blocks - reserved
-            if not self._free_slots or draft.budget == 0 or not self._may_join():
+            if not self._has_room(plan) or not self._may_join():
                 break
-            if is_barred or (available <= 0 and self.running):
+            if is_barred or len(passed) == _MAX_MISFITS or (available <= 0 and self.running):
                 break
             if sequence.is_waiting_for_leader:
                 continue
@@ -157,10 +178,18 @@ class Scheduler:
                 other.num_skips += 1
                 is_barred = is_barred or other.num_skips >= self._config.max_num_skips
             self._join_batch(sequence, match)
-            self._grow(sequence, draft)
+            self._grow(sequence, plan)
             if sequence.status is not SequenceStatus.RUNNING:
                 raise IntegrityError(f"sequence {sequence.sequence_id} was found to fit and then did not")
             reserved += self._num_blocks_soon(sequence)
+
+    def _has_room(self, plan: _PlanInProgress) -> bool:
+        """Whether one more sequence may have a place in the step, and a token."""
+        return (
+            bool(self._free_batch_slots)
+            and plan.num_tokens_left > 0
+            and len(self.running) < plan.limits.max_num_seqs
+        )
 
     def _num_blocks_soon(self, sequence: Sequence) -> int:
         """Blocks that a running sequence still needs for what is known and one block's worth of growth."""
@@ -188,25 +217,29 @@ class Scheduler:
     def _join_batch(self, sequence: Sequence, match: PrefixMatch) -> None:
         self._kv.adopt(sequence.sequence_id, match)
         sequence.num_computed_tokens = match.num_tokens
+        client = sequence.request.client
         if sequence.first_scheduled_s is None:
-            # What it finds of its own after a preemption is no gift of others.
+            # What it finds of its own after a preemption is no gift of others, and what has to be computed
+            # again is not its client's doing.
             sequence.num_cached_tokens = match.num_tokens
+            self.ledger.charge(client, len(sequence.token_ids) - match.num_tokens, 0)
         self.waiting.remove(sequence)
+        self.ledger.stop_waiting(client)
         sequence.transition(SequenceStatus.RUNNING)
-        sequence.slot = heappop(self._free_slots)
+        sequence.batch_slot = heappop(self._free_batch_slots)
         self.running.add(sequence)
         self._static_places -= 1
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._kv.free(sequence.sequence_id)
-        if sequence.slot is not None:
-            heappush(self._free_slots, sequence.slot)
-            sequence.slot = None
+        if sequence.batch_slot is not None:
+            heappush(self._free_batch_slots, sequence.batch_slot)
+            sequence.batch_slot = None
 
-    def _rows(self, draft: _DraftPlan, now_s: float) -> list[ScheduledSequence]:
+    def _rows(self, plan: _PlanInProgress, now_s: float) -> list[ScheduledSequence]:
         rows = []
-        for sequence, num_tokens in draft.num_tokens_of.items():
+        for sequence, num_tokens in plan.num_tokens_of.items():
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
             request, first = sequence.request, sequence.num_computed_tokens
@@ -233,17 +266,24 @@ class Scheduler:
         return rows
 
 
-class _DraftPlan:
-    """A plan while it is being made: who gets how many tokens, and what is left of the budget."""
+class _PlanInProgress:
+    """A plan while it is being made: who gets how many tokens, and what is left of the limits."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+        self.num_tokens_left = limits.num_tokens
         self.num_tokens_of: dict[Sequence, int] = {}
         self.num_preempted = 0
 
+    def chunk_len(self, sequence: Sequence) -> int:
+        """How many of a sequence's tokens may be computed in this step."""
+        limit = self.limits.max_prefill_chunk
+        num_tokens = min(sequence.num_new_tokens, self.num_tokens_left)
+        return num_tokens if limit is None else min(num_tokens, limit)
+
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_tokens_of[sequence] = num_tokens
-        self.budget -= num_tokens
+        self.num_tokens_left -= num_tokens
 
     def drop(self, sequence: Sequence) -> None:
-        self.budget += self.num_tokens_of.pop(sequence, 0)
+        self.num_tokens_left += self.num_tokens_of.pop(sequence, 0)

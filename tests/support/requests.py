@@ -42,6 +42,8 @@ def make_request(
     best_of: int | None = None,
     isolation_key: str = "",
     uses_prefix_cache: bool = True,
+    priority: int = 0,
+    client: str = "",
     constraint: CompiledConstraint | None = None,
 ) -> Request:
     """A request; prompts of different requests differ unless given."""
@@ -62,6 +64,8 @@ def make_request(
         best_of=n if best_of is None else best_of,
         isolation_key=isolation_key,
         uses_prefix_cache=uses_prefix_cache,
+        priority=priority,
+        client=client,
         constraint=constraint,
     )
 

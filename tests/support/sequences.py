@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
+from types import MappingProxyType
 
 from headrace.engine.config import BatchingPolicy, CacheLayout, SchedulerConfig
 from headrace.engine.kv.manager import KVCacheManager
@@ -14,16 +16,28 @@ from tests.support.requests import make_request
 _ids = count()
 
 
-def make_sequence(*, prompt_len: int = 4, max_tokens: int = 8) -> Sequence:
-    """A waiting sequence, younger than every one made before."""
-    request = make_request(prompt_len=prompt_len, max_tokens=max_tokens)
+def make_sequence(
+    *,
+    prompt_len: int = 4,
+    max_tokens: int = 8,
+    priority: int = 0,
+    client: str = "",
+    arrival_s: float = 0.0,
+    prompt: tuple[int, ...] | None = None,
+) -> Sequence:
+    """A waiting sequence, younger than every one made before; its rank is its number."""
+    request = make_request(
+        prompt=prompt, prompt_len=prompt_len, max_tokens=max_tokens, priority=priority, client=client
+    )
+    sequence_id = SequenceId(next(_ids))
     return Sequence(
-        sequence_id=SequenceId(next(_ids)),
+        sequence_id=sequence_id,
         request=request,
-        max_len=prompt_len + max_tokens,
+        max_len=len(request.prompt_token_ids) + max_tokens,
         end_token_ids=frozenset(),
-        arrival_s=0.0,
+        arrival_s=arrival_s,
         token_ids=list(request.prompt_token_ids),
+        rank=(0.0, sequence_id),
     )
 
 
@@ -40,6 +54,8 @@ class SchedulerHarness:
         max_prefill_chunk: int | None = None,
         max_num_skips: int = 64,
         batching: BatchingPolicy = BatchingPolicy.CONTINUOUS,
+        priority_ageing_s: float = 10.0,
+        client_weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.kv = KVCacheManager(CacheLayout(num_blocks + 1, block_size))
         config = SchedulerConfig(
@@ -48,14 +64,24 @@ class SchedulerHarness:
             max_prefill_chunk,
             max_num_skips=max_num_skips,
             batching=batching,
+            priority_ageing_s=priority_ageing_s,
+            client_weights=client_weights,
         )
         self.scheduler = Scheduler(config, self.kv)
         self.num_steps = 0
         self.num_preemptions = 0
 
-    def add(self, *, prompt_len: int = 4, max_tokens: int = 8) -> Sequence:
-        """Queue a new sequence."""
-        sequence = make_sequence(prompt_len=prompt_len, max_tokens=max_tokens)
+    def add(
+        self, *, prompt_len: int = 4, max_tokens: int = 8, priority: int = 0, client: str = ""
+    ) -> Sequence:
+        """Queue a new sequence. It is as many seconds late as there have been steps."""
+        sequence = make_sequence(
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            priority=priority,
+            client=client,
+            arrival_s=float(self.num_steps),
+        )
         self.scheduler.add(sequence)
         return sequence
 
@@ -74,6 +100,7 @@ class SchedulerHarness:
             sequence.num_computed_tokens = row.end_position
             if row.is_sampled:
                 sequence.token_ids.append(0)
+                self.scheduler.count_output(sequence, 1)
                 if len(sequence.token_ids) == sequence.max_len:
                     self.scheduler.finish(sequence)
         self.kv.check_integrity()

@@ -58,7 +58,7 @@ def test_the_youngest_gives_way_when_a_running_sequence_can_not_grow():
     assert old.num_preemptions == 0
     assert young.status is SequenceStatus.WAITING
     assert young.num_computed_tokens == 0
-    assert young.slot is None
+    assert young.batch_slot is None
     assert h.kv.block_ids(young.sequence_id) == ()
     h.run()
     assert old.is_finished
@@ -148,11 +148,11 @@ def test_slots_are_kept_while_running_and_never_shared():
     while h.scheduler.running or h.scheduler.waiting:
         h.step()
         running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
-        slots = [s.slot for s in running]
+        slots = [s.batch_slot for s in running]
         assert len(set(slots)) == len(slots)
         for s in running:
-            assert s.slot in range(3)
-            assert slot_of.setdefault(s.sequence_id, s.slot) == s.slot
+            assert s.batch_slot in range(3)
+            assert slot_of.setdefault(s.sequence_id, s.batch_slot) == s.batch_slot
 
 
 @pytest.mark.parametrize("phase", ["waiting", "mid-prefill", "decoding", "preempted"])
