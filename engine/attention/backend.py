@@ -22,6 +22,7 @@ class Capabilities:
         block_size_multiple: the block size must be a multiple of this.
         max_head_dim, head_dim_multiple: D is at most the one and a multiple of the other.
         supports_graphs: whether a captured graph can replay it.
+        supports_soft_cap: whether it can bend scores; see `AttentionSpec`.
         min_compute_capability: of the CUDA device; None for a backend that runs on the CPU.
     """
 
@@ -31,12 +32,16 @@ class Capabilities:
     max_head_dim: int = 1024
     head_dim_multiple: int = 1
     supports_graphs: bool = False
+    supports_soft_cap: bool = True
     min_compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where the step's tokens stand in the paged cache.
+
+    A row of length 0 is padding, which a captured graph needs: it has one query token all the same, whose
+    output means nothing and whose K and V go to the null block.
 
     Args:
         slot_mapping: (T,), int64: slot where each token's K and V go.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.engine.attention import cpu, reference
+from headrace.engine.attention import cpu, flash, reference, torch_varlen
 from headrace.engine.attention.backend import AttentionBackend, Capabilities
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import KVStorage
@@ -18,6 +18,41 @@ from headrace.engine.native.library import NativeUnavailable, load_default
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTask:
+    """What a backend would have to do.
+
+    Args:
+        device: where K and V lie.
+        compute_capability: of the device, if it is a GPU.
+        dtype: of query, key, value and cache.
+        block_size: tokens per block.
+        head_dim: width of a head.
+        has_soft_cap: whether a layer caps its scores.
+    """
+
+    device: torch.device
+    compute_capability: tuple[int, int] | None
+    dtype: torch.dtype
+    block_size: int
+    head_dim: int
+    has_soft_cap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """A backend that suits, to be built over as many caches as are wanted.
+
+    Args:
+        reason: why it was taken.
+        build: makes it over a cache.
+    """
+
+    capabilities: Capabilities
+    reason: str
+    build: Callable[[KVStorage], AttentionBackend]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +78,123 @@ def _native_missing() -> str | None:
     return None
 
 
+_CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+# The fastest first.
 _BACKENDS: Mapping[str, _Entry] = {
-    "native": _Entry(native.CAPABILITIES, frozenset({"cpu"}), _build_native, _native_missing),
-    "cpu": _Entry(cpu.CAPABILITIES, frozenset({"cpu"}), cpu.CpuBackend),
-    "reference": _Entry(reference.CAPABILITIES, frozenset({"cpu", "cuda"}), reference.ReferenceBackend),
+    "native": _Entry(native.CAPABILITIES, _CPU, _build_native, _native_missing),
+    "cpu": _Entry(cpu.CAPABILITIES, _CPU, cpu.CpuBackend),
+    "flash": _Entry(
+        flash.CAPABILITIES,
+        _CUDA,
+        lambda storage: flash.FlashBackend(storage, flash.load_kernels()),
+        flash.missing,
+    ),
+    "torch_varlen": _Entry(
+        torch_varlen.CAPABILITIES,
+        _CUDA,
+        lambda storage: torch_varlen.TorchVarlenBackend(storage, torch_varlen.load_kernel()),
+        torch_varlen.missing,
+    ),
+    "reference": _Entry(reference.CAPABILITIES, _CPU | _CUDA, reference.ReferenceBackend),
 }
-_NOT_IN_THIS_BUILD = ("flash", "torch_varlen")
 
 
-def select_backend(name: str, storage: KVStorage) -> AttentionBackend:
+def select_backend(name: str, storage: KVStorage, *, has_soft_cap: bool = False) -> AttentionBackend:
     """Build the backend of that name over `storage`; "auto" takes the fastest one that suits.
 
     Raises:
-        ConfigError: there is no such backend, or it doesn't suit the device, the type, the block size or
-            the head width; it says what would.
+        ConfigError: see `choose_backend`.
+    """
+    task = AttentionTask(
+        device=storage.device,
+        compute_capability=compute_capability(storage.device),
+        dtype=storage.shape.dtype,
+        block_size=storage.layout.block_size,
+        head_dim=storage.shape.head_dim,
+        has_soft_cap=has_soft_cap,
+    )
+    return choose_backend(name, task).build(storage)
+
+
+def choose_backend(name: str, task: AttentionTask) -> BackendChoice:
+    """Find the backend of that name; "auto" takes the fastest one that suits. The log says why.
+
+    Raises:
+        ConfigError: there is no such backend, or it doesn't suit the device, the type, the block size, the
+            head width or the model; it says what would.
     """
     if name == AUTO:
-        return _select_automatically(storage)
-    if name in _NOT_IN_THIS_BUILD:
-        raise ConfigError(f"attention backend {name!r} is not in this build: use one of {_names()}")
+        return _choose_automatically(task)
     entry = _BACKENDS.get(name)
     if entry is None:
         raise ConfigError(f"attention backend {name!r} is not known: use one of {_names()}")
-    problems = _problems(entry, storage)
+    problems = _problems(entry, task)
     if problems:
         raise ConfigError(f"attention backend {name!r} does not suit: {'; '.join(problems)}")
-    logger.info("attention backend %s, as configured", name)
-    return entry.build(storage)
+    return _chosen(name, entry, "as configured")
 
 
-def check_capabilities(
-    capabilities: Capabilities, *, dtype: torch.dtype, block_size: int, head_dim: int
-) -> tuple[str, ...]:
-    """What of a configuration a backend can't take, with the fix; empty when it suits."""
+def check_capabilities(capabilities: Capabilities, task: AttentionTask) -> tuple[str, ...]:
+    """What of a task a backend can't take, with the fix; empty when it suits."""
     problems = []
-    if dtype not in capabilities.dtypes:
+    if task.dtype not in capabilities.dtypes:
         known = ", ".join(sorted(str(known).removeprefix("torch.") for known in capabilities.dtypes))
-        problems.append(f"dtype={str(dtype).removeprefix('torch.')}: use one of {known}")
-    if block_size % capabilities.block_size_multiple:
-        problems.append(f"block_size={block_size}: use a multiple of {capabilities.block_size_multiple}")
-    if head_dim > capabilities.max_head_dim or head_dim % capabilities.head_dim_multiple:
+        problems.append(f"dtype={str(task.dtype).removeprefix('torch.')}: use one of {known} (--dtype)")
+    multiple = capabilities.block_size_multiple
+    if task.block_size % multiple:
         problems.append(
-            f"the model's head width {head_dim}: at most {capabilities.max_head_dim}, "
+            f"block_size={task.block_size}: use a multiple of {multiple} (--block-size {multiple})"
+        )
+    if task.head_dim > capabilities.max_head_dim or task.head_dim % capabilities.head_dim_multiple:
+        problems.append(
+            f"the model's head width {task.head_dim}: at most {capabilities.max_head_dim}, "
             f"a multiple of {capabilities.head_dim_multiple}"
+        )
+    if task.has_soft_cap and not capabilities.supports_soft_cap:
+        problems.append("the model caps attention scores, which it can't (--attention-backend flash can)")
+    least = capabilities.min_compute_capability
+    if least is not None and task.compute_capability is not None and task.compute_capability < least:
+        problems.append(
+            f"the GPU's compute capability {_dotted(task.compute_capability)}: {_dotted(least)} or newer"
         )
     return tuple(problems)
 
 
-def _select_automatically(storage: KVStorage) -> AttentionBackend:
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a GPU; None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _choose_automatically(task: AttentionTask) -> BackendChoice:
     refused: list[str] = []
     for name, entry in _BACKENDS.items():
-        problems = _problems(entry, storage)
+        if task.device.type not in entry.device_types:
+            continue
+        problems = _problems(entry, task)
         if not problems:
-            reason = "; ".join(refused) or "the fastest for this device"
-            logger.info("attention backend %s chosen: %s", name, reason)
-            return entry.build(storage)
+            return _chosen(name, entry, "; ".join(refused) or "the fastest for this device")
         refused.append(f"{name} does not suit ({', '.join(problems)})")
-    raise ConfigError(f"no attention backend suits: {'; '.join(refused)}")
+    raise ConfigError(f"no attention backend suits {task.device}: {'; '.join(refused)}")
 
 
-def _problems(entry: _Entry, storage: KVStorage) -> tuple[str, ...]:
-    problems = check_capabilities(
-        entry.capabilities,
-        dtype=storage.shape.dtype,
-        block_size=storage.layout.block_size,
-        head_dim=storage.shape.head_dim,
-    )
-    if storage.device.type not in entry.device_types:
-        return (f"it runs on {' and '.join(sorted(entry.device_types))}, not on {storage.device}", *problems)
+def _chosen(name: str, entry: _Entry, reason: str) -> BackendChoice:
+    logger.info("attention backend %s chosen: %s", name, reason)
+    if name == "reference" and reason != "as configured":
+        logger.warning("the reference backend is right, not fast: %s", reason)
+    return BackendChoice(entry.capabilities, reason, entry.build)
+
+
+def _problems(entry: _Entry, task: AttentionTask) -> tuple[str, ...]:
+    problems = check_capabilities(entry.capabilities, task)
+    if task.device.type not in entry.device_types:
+        types = " and ".join(sorted(entry.device_types))
+        return (f"it runs on {types}, not on {task.device} (--device)", *problems)
     missing = entry.missing()
     return problems if missing is None else (missing, *problems)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _names() -> str:

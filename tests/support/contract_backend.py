@@ -50,6 +50,7 @@ class ContractCheckingBackend:
             block_size_multiple=block_size_multiple,
             max_head_dim=256,
             head_dim_multiple=8,
+            supports_graphs=True,
         )
         self.num_steps = 0
         check_storage(storage, self._capabilities)
@@ -78,6 +79,15 @@ class _CheckedStep:
         require(layer not in self._written, f"layer {layer} was written twice in one step")
         self._inner.write_kv(layer, key, value)
         self._written.add(layer)
+        slots = self._metadata.slot_mapping
+        # All padding shares the slots of the null block, where anything may stand in the end.
+        is_real = slots >= self._storage.layout.block_size
+        for name, new, cache in zip(("K", "V"), (key, value), self._storage.layer(layer), strict=True):
+            written = cache.flatten(0, 1)[slots[is_real]]
+            require(
+                torch.equal(written.nan_to_num(), new[is_real].nan_to_num()),
+                f"{name} is not where the slot mapping says",
+            )
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         shape = self._storage.shape
@@ -132,14 +142,26 @@ def check_metadata(metadata: AttentionMetadata, storage: KVStorage) -> None:
     query_lens = metadata.cu_seqlens_q.diff()
     require(metadata.cu_seqlens_q[0].item() == 0, "cu_seqlens_q does not begin with 0")
     require(bool((query_lens > 0).all()), "a row has no query token")
+    is_padding = metadata.seq_lens == 0
+    require(not bool(is_padding.all()), "a step of padding alone computes nothing")
+    require(bool((query_lens[is_padding] == 1).all()), "a row of padding has more than one query token")
     require(
         metadata.cu_seqlens_q[-1].item() == num_tokens, "cu_seqlens_q does not end at the number of tokens"
     )
     expected_k = torch.cat((torch.zeros(1, dtype=torch.int64), metadata.seq_lens.cumsum(0)))
     require(torch.equal(metadata.cu_seqlens_k.long(), expected_k), "cu_seqlens_k is not the sum of seq_lens")
-    require(bool((metadata.seq_lens >= query_lens).all()), "a length leaves out this step's tokens")
+    require(
+        bool((metadata.seq_lens >= query_lens)[~is_padding].all()), "a length leaves out this step's tokens"
+    )
+    for name, value in (("max_query_len", metadata.max_query_len), ("max_seq_len", metadata.max_seq_len)):
+        require(type(value) is int, f"{name} is a {type(value).__name__}, not a number of the host")
     require(metadata.max_query_len == int(query_lens.max()), "max_query_len is not the longest query")
-    require(metadata.max_seq_len == int(metadata.seq_lens.max()), "max_seq_len is not the longest row")
+    # A captured graph holds the longest row that it may ever be replayed with.
+    longest = metadata.block_table.shape[1] * storage.layout.block_size
+    require(
+        int(metadata.seq_lens.max()) <= metadata.max_seq_len <= longest,
+        "max_seq_len is below the longest row, or beyond what the tables hold",
+    )
     _check_tables(metadata, storage)
 
 
@@ -158,13 +180,18 @@ def _check_tables(metadata: AttentionMetadata, storage: KVStorage) -> None:
         require(bool((used > 0).all()), f"row {row} keeps tokens in the null block")
         require(len(set(used.tolist())) == num_blocks, f"row {row} has a block twice")
         require(bool((padding == 0).all()), f"row {row}: padding of its table is not the null block")
+        if seq_len == 0:
+            slot = int(metadata.slot_mapping[borders[row]])
+            require(0 <= slot < block_size, f"row {row} is padding and writes outside of the null block")
+            continue
         positions = torch.arange(seq_len - (borders[row + 1] - borders[row]), seq_len)
         slots = used[positions // block_size].long() * block_size + positions % block_size
         require(
             torch.equal(metadata.slot_mapping[borders[row] : borders[row + 1]], slots),
             f"row {row}: its slots are not where its table says that its last tokens go",
         )
-    require(len(set(metadata.slot_mapping.tolist())) == borders[-1], "two tokens of the step share a slot")
+    real = metadata.slot_mapping[metadata.slot_mapping >= block_size].tolist()
+    require(len(set(real)) == len(real), "two tokens of the step share a slot")
 
 
 def check_operand(name: str, tensor: Tensor, storage: KVStorage) -> None:
@@ -172,6 +199,11 @@ def check_operand(name: str, tensor: Tensor, storage: KVStorage) -> None:
     require(tensor.dtype is storage.shape.dtype, f"{name} is {tensor.dtype}, the cache {storage.shape.dtype}")
     require(tensor.stride(-1) == 1, f"{name} is not contiguous on its last axis")
     require(tensor.device == storage.device, f"{name} is on {tensor.device}, the cache on {storage.device}")
+    # The kernels load 16 bytes at a time.
+    jumps = (tensor.storage_offset(), *tensor.stride()[:-1])
+    require(
+        all(jump * tensor.element_size() % 16 == 0 for jump in jumps), f"{name} is not aligned to 16 bytes"
+    )
 
 
 def check_loaded_pages(layer: int, metadata: AttentionMetadata, storage: KVStorage) -> None:

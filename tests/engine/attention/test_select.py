@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
-from headrace.engine.attention.backend import Capabilities
-from headrace.engine.attention.select import check_capabilities, select_backend
-from headrace.engine.config import CacheConfig, CacheLayout
+from headrace.engine.attention import flash, torch_varlen
+from headrace.engine.attention.backend import AttentionSpec, Capabilities
+from headrace.engine.attention.select import (
+    AttentionTask,
+    check_capabilities,
+    choose_backend,
+    select_backend,
+)
+from headrace.engine.config import CacheLayout
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import KVShape, KVStorage
+from tests.support.attention_cases import make_case
+from tests.support.emulated_kernels import EmulatedKernels, installed_as_flash_attn
 
-FLASH_2 = Capabilities(
-    name="flash",
-    dtypes=frozenset({torch.float16, torch.bfloat16}),
-    block_size_multiple=256,
-    max_head_dim=256,
-    head_dim_multiple=8,
-    min_compute_capability=(8, 0),
-)
+CUDA = torch.device("cuda")
+
+
+def gpu_task(**changes: object) -> AttentionTask:
+    """What suits flash-attn, but for what is changed."""
+    task = AttentionTask(CUDA, (9, 0), torch.bfloat16, block_size=256, head_dim=128)
+    return replace(task, **changes)  # type: ignore[arg-type]
 
 
 def make_storage(dtype: torch.dtype = torch.float32) -> KVStorage:
@@ -55,9 +63,9 @@ def test_a_backend_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("flash", torch.float32, "not in this build"),
-        ("torch_varlen", torch.float32, "not in this build"),
-        ("fast", torch.float32, "use one of auto, native, cpu, reference"),
+        ("flash", torch.bfloat16, "it runs on cuda, not on cpu"),
+        ("torch_varlen", torch.bfloat16, "it runs on cuda, not on cpu"),
+        ("fast", torch.float32, "use one of auto, native, cpu, flash, torch_varlen, reference"),
         ("cpu", torch.float16, "use one of bfloat16, float32"),
     ],
 )
@@ -66,20 +74,61 @@ def test_what_does_not_suit_is_refused_with_the_fix(name: str, dtype: torch.dtyp
         select_backend(name, make_storage(dtype))
 
 
-def test_capabilities_name_the_fix() -> None:
-    problems = check_capabilities(FLASH_2, dtype=torch.float32, block_size=16, head_dim=20)
+def test_a_refusal_names_all_that_is_wrong_and_the_flags() -> None:
+    task = gpu_task(compute_capability=(7, 5), dtype=torch.float32, block_size=16, head_dim=20)
 
-    assert len(problems) == 3
-    assert "float16" in problems[0]
-    assert "multiple of 256" in problems[1]
+    problems = check_capabilities(flash.CAPABILITIES, task)
+
+    assert len(problems) == 4
+    assert "bfloat16, float16 (--dtype)" in problems[0]
+    assert "--block-size 256" in problems[1]
     assert "multiple of 8" in problems[2]
+    assert "7.5: 8.0 or newer" in problems[3]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_block_size_256_suits_flash_attention(head_dim: int) -> None:
-    cache = CacheConfig(block_size=256)
+@pytest.mark.parametrize(
+    "capabilities", [flash.CAPABILITIES, torch_varlen.CAPABILITIES], ids=["own", "torch"]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_what_models_have_suits_the_kernels_at_block_size_256(
+    capabilities: Capabilities, dtype: torch.dtype, head_dim: int
+) -> None:
+    assert check_capabilities(capabilities, gpu_task(dtype=dtype, head_dim=head_dim)) == ()
 
-    assert (
-        check_capabilities(FLASH_2, dtype=torch.bfloat16, block_size=cache.block_size, head_dim=head_dim)
-        == ()
-    )
+
+def test_a_soft_cap_is_beyond_torch_and_not_beyond_flash_attn() -> None:
+    task = gpu_task(has_soft_cap=True)
+
+    assert check_capabilities(flash.CAPABILITIES, task) == ()
+    assert "--attention-backend flash" in check_capabilities(torch_varlen.CAPABILITIES, task)[0]
+
+
+def test_on_a_gpu_auto_takes_what_the_task_allows_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Block size 16 suits no kernel, wherever they are installed: what is left is slow, and said to be."""
+    with caplog.at_level(logging.INFO):
+        choice = choose_backend("auto", gpu_task(block_size=16))
+
+    assert choice.capabilities.name == "reference"
+    for expected in ("flash does not suit", "torch_varlen does not suit", "--block-size 256", "not fast"):
+        assert expected in caplog.text
+
+
+def test_an_installed_flash_attn_is_preferred_on_a_gpu() -> None:
+    kernels = EmulatedKernels()
+    case = make_case([(300, 1)], block_size=256, dtype=torch.bfloat16)
+
+    with installed_as_flash_attn(kernels):
+        choice = choose_backend("auto", gpu_task())
+        case.run(choice.build(case.storage), AttentionSpec(scale=1.0))
+
+    assert choice.capabilities.name == "flash"
+    assert [call.function for call in kernels.calls] == ["with_kvcache"]
+
+
+def test_without_flash_attn_it_says_what_would_install_it() -> None:
+    if flash.missing() is None:
+        pytest.skip("flash-attn is installed here")
+
+    with pytest.raises(ConfigError, match=r"headrace\[cuda\]"):
+        choose_backend("flash", gpu_task())
