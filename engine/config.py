@@ -11,6 +11,9 @@ from pathlib import Path
 from headrace.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MIN_LATENCY_TARGET_S, MAX_LATENCY_TARGET_S = 1e-4, 3600.0
+MAX_LATENCY_CLASSES = 64
+"""Most priority classes with latency targets of their own."""
 MAX_SPECULATIVE_TOKENS = 32
 """Most draft tokens of one sequence in one step that any configuration allows."""
 
@@ -179,6 +182,56 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """Latencies that are promised; None promises nothing.
+
+    Args:
+        tpot_s: time per output token: (last token - first token) / (tokens - 1), one figure for each sequence.
+        ttft_s: time from a request's arrival to its first token.
+    """
+
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tpot_s", self.tpot_s), ("ttft_s", self.ttft_s)):
+            # A value that is no number fails the comparison, too.
+            if value is not None and not MIN_LATENCY_TARGET_S <= value <= MAX_LATENCY_TARGET_S:
+                raise ConfigError(
+                    f"{name}={value} can't be promised: use {MIN_LATENCY_TARGET_S:g} to "
+                    f"{MAX_LATENCY_TARGET_S:g} seconds, or none"
+                )
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything is promised."""
+        return self.tpot_s is not None or self.ttft_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyConfig:
+    """What is promised to whom, until it is changed at run time.
+
+    Args:
+        default: to requests of every priority that is not in `by_priority`.
+        by_priority: to requests of a priority class; its targets stand in place of the default's.
+        refuses_late: whether a request that can't have its first token in time is refused as overloaded
+            when it comes, rather than served late.
+    """
+
+    default: LatencyTargets = LatencyTargets()
+    by_priority: Mapping[int, LatencyTargets] = field(default_factory=dict)
+    refuses_late: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.by_priority) > MAX_LATENCY_CLASSES:
+            raise ConfigError(
+                f"{len(self.by_priority)} priority classes have latency targets: "
+                f"use {MAX_LATENCY_CLASSES} or fewer"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine.
 
@@ -192,6 +245,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     num_threads: int | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    latency: LatencyConfig = field(default_factory=LatencyConfig)
     check_integrity: bool = True
 
     def __post_init__(self) -> None:
