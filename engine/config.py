@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 MIN_LATENCY_TARGET_S, MAX_LATENCY_TARGET_S = 1e-4, 3600.0
 MAX_LATENCY_CLASSES = 64
 """Most priority classes with latency targets of their own."""
@@ -37,6 +38,8 @@ class ModelConfig:
         dtype: compute and KV type; "auto" takes what is fast and right on this device.
         max_model_len: longest sequence, prompt and output together, tokens; None takes the model's own limit.
         attention_backend: name of a backend of `headrace.engine.attention`; "auto" picks for the device.
+        device: where to compute: "cpu", "cuda" (the first GPU that is visible), or "auto": a GPU if there is one.
+        cuda_graphs: whether decode steps on a GPU are captured once and replayed.
     """
 
     path: Path
@@ -44,10 +47,14 @@ class ModelConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     attention_backend: str = "auto"
+    device: str = "auto"
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is not known: use one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device={self.device!r} is not known: use one of {', '.join(DEVICES)}")
         _require_at_least("max_model_len", self.max_model_len, 2)
 
 
@@ -56,18 +63,27 @@ class CacheConfig:
     """Size of the paged KV pool.
 
     Args:
-        block_size: tokens per block.
+        block_size: tokens per block; None takes what suits the device: 4 on a CPU, 256 on a GPU.
         num_blocks: blocks to allocate, the null block not counted; None derives it from `memory_bytes`.
         memory_bytes: memory for K and V together; None derives it from what is free.
         prefix_caching: whether full blocks are kept and shared between requests that begin alike.
+        gpu_memory_utilization: how much of a GPU's memory the whole server may take, weights and all, as a
+            share of 1; what is left beside weights and activations becomes the pool. No meaning on a CPU.
     """
 
-    block_size: int = 16
+    block_size: int | None = 16
     num_blocks: int | None = None
     memory_bytes: int | None = None
     prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
+        # A value that is no number fails the comparison, too.
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is out of range: use more than 0, "
+                "at most 1"
+            )
         _require_at_least("block_size", self.block_size, 1)
         _require_at_least("num_blocks", self.num_blocks, 1)
         _require_at_least("memory_bytes", self.memory_bytes, 1)
