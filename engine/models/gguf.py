@@ -21,6 +21,7 @@ from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from headrace.engine.models.generation_defaults import GENERATION_CONFIG_FILE
 from headrace.engine.models.gguf_architectures import architecture_of, config_of, head_count
+from headrace.engine.models.gguf_rope import ROPE_FACTOR_TENSORS, RopeFactors
 from headrace.engine.models.gguf_tokenizer import write_gguf_tokenizer
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.runner.protocol import LoadProgress
@@ -47,9 +48,11 @@ def convert_gguf(path: Path, folder: Path, progress: LoadProgress | None = None)
     reader = _open(path)
     metadata = _metadata_of(reader, path)
     shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-    config = config_of(metadata, shapes)
+    weights = _TensorReader(path, metadata)
+    config = config_of(metadata, shapes, weights.rope_factors(reader.tensors))
     write_gguf_tokenizer(metadata, folder)
-    _write_weights(reader.tensors, _TensorReader(path, metadata), folder, progress)
+    layers = [tensor for tensor in reader.tensors if tensor.name not in ROPE_FACTOR_TENSORS]
+    _write_weights(layers, weights, folder, progress)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(generation, indent=2))
@@ -108,6 +111,14 @@ class _TensorReader:
             {"attn_q": num_heads, "attn_k": num_kv_heads} if self._architecture.has_paired_rows else {}
         )
 
+    def rope_factors(self, tensors: list[ReaderTensor]) -> RopeFactors:
+        """What the tensors hold that no layer computes with."""
+        return {
+            tensor.name: tuple(self._dequantized(tensor).flatten().tolist())
+            for tensor in tensors
+            if tensor.name in ROPE_FACTOR_TENSORS
+        }
+
     def require_known(self, tensors: list[ReaderTensor]) -> None:
         """Refuse a file that holds more than the architecture has."""
         names = sorted(tensor.name for tensor in tensors)
@@ -133,6 +144,12 @@ class _TensorReader:
     def _dequantized(self, tensor: ReaderTensor) -> NDArray[np.float32]:
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ModelLoadError(
+                f"{self._path}: {tensor.name} is stored as {kind}, which the gguf package does not read; "
+                "convert the file to one of its other types, such as Q8_0, Q6_K, Q4_K or F16"
+            ) from error
         except Exception as error:
             kind = tensor.tensor_type.name
             raise ModelLoadError(

@@ -6,16 +6,13 @@ in the file: where it does, it stands here, too, with the architecture that it b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from headrace.engine.models.gguf_rope import ROPE_KEYS, ConfigFields, RopeFactors, rope_fields, shortest
 from headrace.engine.models.json_file import JsonFields
 
 Shapes = Mapping[str, tuple[int, ...]]
-ConfigFields = dict[str, object]
 
 _GLOBAL_TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -46,6 +43,14 @@ _GEMMA2_TENSORS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI3_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _COMMON_KEYS = {
     "block_count",
     "context_length",
@@ -59,8 +64,7 @@ _COMMON_KEYS = {
     "attention.layer_norm_rms_epsilon",
     "rope.dimension_count",
     "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
+    *ROPE_KEYS,
 }
 _GEMMA_LOCAL_THETA = 10_000.0
 
@@ -79,6 +83,7 @@ class GgufArchitecture:
             tensors as one and the reference each by itself.
         has_paired_rows: query and key heads' rows are kept so that neighbours are turned together.
         norm_offset: what the file's norm gains have been raised by.
+        has_partial_rope: a part of each head may be turned, the first coordinates.
         further_keys: metadata that only this architecture has.
         fields: further fields of the config.json.
     """
@@ -88,6 +93,7 @@ class GgufArchitecture:
     tensors: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
     has_paired_rows: bool = False
     norm_offset: float = 0.0
+    has_partial_rope: bool = False
     further_keys: Set[str] = frozenset()
     fields: Callable[[JsonFields, Shapes], ConfigFields] = _no_fields
 
@@ -120,6 +126,19 @@ def _qwen3moe_fields(metadata: JsonFields, shapes: Shapes) -> ConfigFields:
         "moe_intermediate_size": metadata.integer("qwen3moe.expert_feed_forward_length"),
         # llama.cpp always divides by the sum for this architecture.
         "norm_topk_prob": True,
+    }
+
+
+def _phi3_fields(metadata: JsonFields, shapes: Shapes) -> ConfigFields:
+    context, num_layers = metadata.integer("phi3.context_length"), metadata.integer("phi3.block_count")
+    # Files made before the window was written down: llama.cpp knows the releases that have one.
+    default = 2047 if context == 4096 and num_layers in (32, 40) else 0
+    window = metadata.integer("phi3.attention.sliding_window", default, at_least=0)
+    width = head_dim(metadata, "phi3")
+    return {
+        "hidden_act": "silu",
+        "sliding_window": window or None,
+        "partial_rotary_factor": metadata.integer("phi3.rope.dimension_count", width) / width,
     }
 
 
@@ -161,6 +180,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         further_keys={"expert_count", "expert_used_count", "expert_feed_forward_length"},
         fields=_qwen3moe_fields,
     ),
+    "phi3": GgufArchitecture(
+        "Phi3ForCausalLM",
+        "phi3",
+        _PHI3_TENSORS,
+        has_partial_rope=True,
+        further_keys={"attention.sliding_window"},
+        fields=_phi3_fields,
+    ),
     "gemma2": GgufArchitecture(
         "Gemma2ForCausalLM",
         "gemma2",
@@ -200,12 +227,13 @@ def architecture_of(metadata: JsonFields) -> tuple[str, GgufArchitecture]:
     return name, architecture
 
 
-def config_of(metadata: JsonFields, shapes: Shapes) -> ConfigFields:
+def config_of(metadata: JsonFields, shapes: Shapes, rope_factors: RopeFactors) -> ConfigFields:
     """The config.json that the reference library would use for this file.
 
     Args:
         metadata: of the GGUF file.
         shapes: of its tensors.
+        rope_factors: what those of its tensors hold that stretch rotary positions.
 
     Raises:
         ModelLoadError: something is missing, or would be left out.
@@ -213,7 +241,8 @@ def config_of(metadata: JsonFields, shapes: Shapes) -> ConfigFields:
     name, architecture = architecture_of(metadata)
     width = head_dim(metadata, name)
     for key in (f"{name}.attention.value_length", f"{name}.rope.dimension_count"):
-        if metadata.integer(key, width) != width:
+        is_partial = architecture.has_partial_rope and key.endswith("dimension_count")
+        if metadata.integer(key, width) != width and not is_partial:
             raise metadata.error(f"{key} differs from the head width {width}, which is not supported")
     if "token_embd.weight" not in shapes:
         raise metadata.error("the tensor token_embd.weight is missing")
@@ -231,9 +260,9 @@ def config_of(metadata: JsonFields, shapes: Shapes) -> ConfigFields:
         ),
         "head_dim": width,
         "max_position_embeddings": metadata.integer(f"{name}.context_length"),
-        "rms_norm_eps": _shortest(metadata.number(f"{name}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(metadata.number(f"{name}.rope.freq_base", 10_000.0)),
-        "rope_scaling": _rope_scaling(metadata, name),
+        "rms_norm_eps": shortest(metadata.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": shortest(metadata.number(f"{name}.rope.freq_base", 10_000.0)),
+        **rope_fields(metadata, name, rope_factors),
         # A file without a head computes it from the embedding.
         "tie_word_embeddings": "output.weight" not in shapes,
         "eos_token_id": _eos_token_ids(metadata),
@@ -256,21 +285,6 @@ def head_dim(metadata: JsonFields, name: str) -> int:
     return metadata.integer(f"{name}.attention.key_length", share)
 
 
-def _shortest(value: float) -> float:
-    """The decimal number that was meant: the file holds its rounding to 32 bits."""
-    return float(str(np.float32(value)))
-
-
 def _eos_token_ids(metadata: JsonFields) -> list[int]:
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     return sorted({token_id for key in keys for token_id in metadata.integers(key)})
-
-
-def _rope_scaling(metadata: JsonFields, name: str) -> ConfigFields | None:
-    kind = metadata.text(f"{name}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind != "linear":
-        raise metadata.error(f"rope scaling {kind!r} can't be converted exactly; supported: none, linear")
-    factor = _shortest(metadata.number(f"{name}.rope.scaling.factor"))
-    return {"rope_type": kind, "factor": factor} if not math.isclose(factor, 1.0) else None

@@ -38,6 +38,15 @@ def respelled(tokens: Sequence[str], types: Sequence[int]) -> tuple[str, ...]:
     )
 
 
+def has_space_prefix(metadata: JsonFields) -> bool:
+    """Whether a space is put before a text, and before what stands behind a token that is found whole.
+
+    The first is SentencePiece's own way. The second is llama.cpp's, and that of the tokenizer files that
+    Llama 2 and Mistral were published with: each turn of a conversation begins like a text.
+    """
+    return metadata.boolean("tokenizer.ggml.add_space_prefix", True)
+
+
 def sentencepiece_bpe(
     metadata: JsonFields, vocabulary: Mapping[str, int], types: Sequence[int], unknown: str
 ) -> Tokenizer:
@@ -45,19 +54,15 @@ def sentencepiece_bpe(
 
     Args:
         metadata: of the GGUF file.
-        vocabulary: id of each token, as `respelled` writes them.
+        vocabulary: id of each token, as `respelled` writes them where no space is put before a text.
         types: a `TokenType` for each id.
         unknown: the token for what nothing else stands for.
 
     Raises:
         ModelLoadError: the ids might come out differently from SentencePiece's.
     """
-    if metadata.boolean("tokenizer.ggml.add_space_prefix", True):
-        raise metadata.error(
-            "the tokenizer (tokenizer.ggml.model 'llama') puts a space before a text, and the file leaves "
-            "open whether it does so behind a special token, too: a guess would give wrong ids. "
-            "Use the model's safetensors folder"
-        )
+    if metadata.boolean("tokenizer.ggml.remove_extra_whitespaces", False):
+        raise metadata.error("tokenizer.ggml.remove_extra_whitespaces is not supported for this tokenizer")
     tokens = list(vocabulary)
     _require_bytes(metadata, tokens, types)
     pieces = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL]
@@ -75,10 +80,16 @@ def sentencepiece_bpe(
         byte_fallback=True,
     )
     tokenizer = Tokenizer(bpe)
-    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces, pieces_to_text = (
+        normalizers.Replace(" ", SPACE),
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()],
     )
+    if has_space_prefix(metadata):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        tokenizer.decoder = decoders.Sequence([*pieces_to_text, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = spaces
+        tokenizer.decoder = decoders.Sequence(pieces_to_text)
     return tokenizer
 
 

@@ -22,7 +22,12 @@ from tokenizers import (
     processors,
 )
 
-from headrace.engine.models.gguf_sentencepiece import TokenType, respelled, sentencepiece_bpe
+from headrace.engine.models.gguf_sentencepiece import (
+    TokenType,
+    has_space_prefix,
+    respelled,
+    sentencepiece_bpe,
+)
 from headrace.engine.models.json_file import JsonFields
 
 
@@ -55,6 +60,17 @@ def _llama3() -> pre_tokenizers.PreTokenizer:
     return _split(r"\p{N}{1,3}")
 
 
+def _gpt4o() -> pre_tokenizers.PreTokenizer:
+    """As `_split`, with words cut where small letters are followed by capital ones."""
+    capital, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    before, behind = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    pattern = (
+        rf"{before}{capital}*{small}+{behind}|{before}{capital}+{small}*{behind}|\p{{N}}{{1,3}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return _cut_by(pattern)
+
+
 def _qwen2() -> pre_tokenizers.PreTokenizer:
     return _split(r"\p{N}")
 
@@ -65,6 +81,10 @@ def _split(digits: str) -> pre_tokenizers.PreTokenizer:
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
+    return _cut_by(pattern)
+
+
+def _cut_by(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
@@ -74,11 +94,16 @@ def _split(digits: str) -> pre_tokenizers.PreTokenizer:
 
 
 _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
+    "dbrx": _PreTokenizer(_llama3),
     "gpt-2": _PreTokenizer(_gpt2),
+    "gpt-4o": _PreTokenizer(_gpt4o),
     "llama-bpe": _PreTokenizer(_llama3, ignore_merges=True, adds_bos=True),
     "qwen2": _PreTokenizer(_qwen2, normalizer=normalizers.NFC),
     "smollm": _PreTokenizer(_digits_then_gpt2),
 }
+
+
+_NEVER_TAKING_SPACES = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 def write_gguf_tokenizer(metadata: JsonFields, folder: Path) -> None:
@@ -153,11 +178,20 @@ def _sentencepiece(metadata: JsonFields, tokens: tuple[str, ...]) -> Tokenizer:
     types = _types(metadata, tokens)
     if len(types) != len(tokens):
         raise metadata.error("tokenizer.ggml.token_type is missing")
-    tokens = respelled(tokens, types)
+    has_prefix = has_space_prefix(metadata)
+    if not has_prefix:
+        tokens = respelled(tokens, types)
     unknown = _token_at(metadata, tokens, "tokenizer.ggml.unknown_token_id")
     tokenizer = sentencepiece_bpe(metadata, _vocabulary(metadata, tokens), types, unknown)
-    # Whole tokens are looked for where spaces are already written as the vocabulary writes them.
-    _add_tokens(tokenizer, tokens, types, is_normalized=True)
+    # Without a prefix, whole tokens are looked for where spaces are already written as the vocabulary writes
+    # them; with it, before one is put there.
+    _add_tokens(
+        tokenizer,
+        tokens,
+        types,
+        is_normalized=not has_prefix,
+        takes_spaces=metadata.text("general.architecture", "") == "phi3",
+    )
     around = _around_text(metadata, tokens, adds_bos=True)
     if around is not None:
         tokenizer.post_processor = around
@@ -193,21 +227,33 @@ def _types(metadata: JsonFields, tokens: Sequence[str]) -> tuple[int, ...]:
 
 
 def _add_tokens(
-    tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], *, is_normalized: bool
+    tokenizer: Tokenizer,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    *,
+    is_normalized: bool,
+    takes_spaces: bool = False,
 ) -> None:
     """Make the tokens that llama.cpp finds whole in a text be found whole, before the text is cut up.
 
     Args:
         types: of the tokens, or empty.
         is_normalized: whether those that are no control tokens are looked for in the normalised text.
+        takes_spaces: whether they swallow the white space behind them. That is so in Phi-3's vocabulary, and
+            the file doesn't say it.
     """
     typed = list(zip(tokens, types, strict=False))
     control = [token for token, kind in typed if kind == TokenType.CONTROL]
     user_defined = [token for token, kind in typed if kind == TokenType.USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=is_normalized, special=False) for token in user_defined]
-    )
+
+    def added(token: str, *, is_special: bool) -> AddedToken:
+        rstrip = takes_spaces and token not in _NEVER_TAKING_SPACES
+        return AddedToken(
+            token, normalized=is_normalized and not is_special, special=is_special, rstrip=rstrip
+        )
+
+    tokenizer.add_special_tokens([added(token, is_special=True) for token in control])
+    tokenizer.add_tokens([added(token, is_special=False) for token in user_defined])
 
 
 def _around_text(

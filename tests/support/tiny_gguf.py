@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, normalizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
 from tests.support.tiny_models import (
@@ -33,6 +33,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
 }
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -47,6 +48,8 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
@@ -72,17 +75,17 @@ def write_tiny_gguf(
     add_bos: bool | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
     linear_rope_factor: float | None = None,
-    extra_numbers: Mapping[str, int] | None = None,
-    extra_tensors: Mapping[str, NDArray[np.float32]] | None = None,
+    extra_numbers: Mapping[str, int | float | str] | None = None,
+    extra_tensors: Mapping[str, NDArray[Any]] | None = None,
 ) -> Path:
     """Write a file.
 
     Args:
         model: whose weights; None takes `tiny_llama` with a tied head.
-        kind: how matrices are stored; vectors stay fp32.
+        kind: how matrices are stored; vectors stay fp32. Some types can only be stored with random values.
         pre, tokenizer_model, add_bos, chat_template: tokenizer metadata; None leaves it out.
         linear_rope_factor: declares linear rope scaling.
-        extra_numbers, extra_tensors: further metadata and tensors, under these names.
+        extra_numbers, extra_tensors: further metadata, of texts too, and tensors, under these names.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     model = model or tiny_llama(tie_word_embeddings=True)
@@ -93,7 +96,12 @@ def write_tiny_gguf(
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(linear_rope_factor)
     for key, number in (extra_numbers or {}).items():
-        writer.add_uint32(key, number)
+        if isinstance(number, str):
+            writer.add_string(key, number)
+        elif isinstance(number, float):
+            writer.add_float32(key, number)
+        else:
+            writer.add_uint32(key, number)
     _add_tensors(writer, model, kind)
     for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)
@@ -118,12 +126,12 @@ def _add_shape(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if head_dim * config.num_attention_heads == config.hidden_size:
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     else:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if config.model_type.startswith("gemma"):
-        writer.add_sliding_window(config.sliding_window)
+    if config.model_type.startswith("gemma") or config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -134,10 +142,17 @@ def _add_shape(writer: GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def sentencepiece_metadata() -> dict[str, Any]:
-    """`tokenizer.ggml` fields of a small SentencePiece vocabulary, as files of Gemma have them."""
+def sentencepiece_metadata(*, has_prefix: bool = False) -> dict[str, Any]:
+    """`tokenizer.ggml` fields of a small SentencePiece vocabulary.
+
+    Args:
+        has_prefix: as files of Llama 2 have them; otherwise as those of Gemma do.
+    """
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "\u2581")
+    if has_prefix:
+        # Of these vocabularies no piece goes over the border between two words.
+        trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)
     # What is found whole is never part of a piece.
     trained.train_from_iterator([" ".join(text.split()) for text in CORPUS], trainer)
@@ -145,7 +160,7 @@ def sentencepiece_metadata() -> dict[str, Any]:
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     control = ["<pad>", "<eos>", "<bos>", "<unk>"]
     # Tokens that are found whole; spaces stand in them as they are.
-    whole = ["\n", "\n\n", "  ", "   ", "<b>"]
+    whole = [] if has_prefix else ["\n", "\n\n", "  ", "   ", "<b>"]
     in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     return {
         "model": "llama",
@@ -168,15 +183,25 @@ def sentencepiece_metadata() -> dict[str, Any]:
         "unknown_token_id": 3,
         "add_bos_token": True,
         "add_eos_token": False,
-        "add_space_prefix": False,
+        "add_space_prefix": has_prefix,
     }
 
 
-def write_sentencepiece_gguf(path: Path) -> Path:
-    """Write a file of Gemma's kind with that tokenizer, and with a model of as many tokens."""
-    fields = sentencepiece_metadata()
-    model = tiny_family("gemma3", vocab_size=len(fields["tokens"]), query_pre_attn_scalar=24)
-    writer = GGUFWriter(path, "gemma3")
+def write_sentencepiece_gguf(path: Path, architecture: str = "gemma3", **changes: Any) -> Path:
+    """Write a file with that tokenizer, and with a model of as many tokens.
+
+    Args:
+        architecture: "gemma3", or "llama" or "phi3", which put a space before a text.
+        changes: tokenizer fields in place of those.
+    """
+    fields = sentencepiece_metadata(has_prefix=architecture != "gemma3") | changes
+    size = {"vocab_size": len(fields["tokens"])}
+    model = (
+        tiny_family("gemma3", query_pre_attn_scalar=24, **size)
+        if architecture == "gemma3"
+        else tiny_family(architecture, **size)
+    )
+    writer = GGUFWriter(path, architecture)
     _add_shape(writer, model)
     writer.add_tokenizer_model(fields["model"])
     writer.add_tokenizer_pre(fields["pre"])
@@ -234,7 +259,19 @@ def _add_tensors(writer: GGUFWriter, model: PreTrainedModel, kind: GGMLQuantizat
         if values.ndim == 1 or kind is GGMLQuantizationType.F32:
             writer.add_tensor(target, values)
         else:
-            writer.add_tensor(target, quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(target, _stored(values, kind), raw_dtype=kind)
+
+
+def _stored(values: NDArray[np.float32], kind: GGMLQuantizationType) -> NDArray[Any]:
+    """A matrix as a file keeps it; random, where the package reads a type and doesn't write it."""
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        block_size, type_size = GGML_QUANT_SIZES[kind]
+        num_bytes = values.shape[-1] // block_size * type_size
+        # Bytes so small make no infinite scale, wherever in a block it may stand.
+        random = np.random.default_rng(values.size)
+        return random.integers(0, 0x40, (*values.shape[:-1], num_bytes), dtype=np.uint8)
 
 
 def _split_tensors(model: PreTrainedModel) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -70,11 +70,102 @@ def test_nothing_is_put_before_a_text_but_its_first_token(ours: HFTokenizer) -> 
     assert ours.eos_token_ids == {EOS}
 
 
+# ---- vocabularies that put a space before a text ----------------------------------------------------
+
+# SentencePiece's own ids, of a model file made from the same pieces and scores.
+SENTENCEPIECE_IDS = {
+    "The mill stands": [379, 388, 545],
+    "  two spaces": [316, 316, 323, 305, 298, 334, 299, 343, 332],
+    " one space": [316, 498, 334, 299, 343, 289],
+    "a\n\tb": [322, 14, 13, 286],
+    "x é 水車 🌊": [316, 124, 316, 199, 173, 558, 466],
+    "": [],
+    "wheel  wheel ": [335, 316, 335, 316],
+}
+
+
+def prefixed(folder: Path, architecture: str = "llama", **changes: Any) -> HFTokenizer:
+    write_sentencepiece_gguf(folder / "tiny.gguf", architecture, **changes)
+    (folder / "converted").mkdir()
+    convert_gguf(folder / "tiny.gguf", folder / "converted")
+    return load_tokenizer(folder / "converted")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
+    return prefixed(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> tuple[HFTokenizer, PreTrainedTokenizerFast]:
+    """Ours and transformers' reading of one file."""
+    folder = tmp_path_factory.mktemp("phi3")
+    ours = prefixed(folder, "phi3")
+    return ours, AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+
+
+@pytest.mark.parametrize("text", SENTENCEPIECE_IDS)
+def test_ids_of_a_prefixed_text_equal_sentencepieces(llama: HFTokenizer, text: str) -> None:
+    assert llama.encode(text) == [BOS, *SENTENCEPIECE_IDS[text]]
+    assert llama.decode(llama.encode(text)) == text
+
+
+@given(st.text(alphabet="aehilmrstw .\n<b>é水1", max_size=40) | st.text(max_size=30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ids_of_a_prefixed_text_equal_those_of_transformers(
+    phi3: tuple[HFTokenizer, PreTrainedTokenizerFast], llama: HFTokenizer, text: str
+) -> None:
+    ours, theirs = phi3
+    text = text.replace("\u2581", " ")
+    assert ours.encode(text) == theirs.encode(text) == llama.encode(text)
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_what_follows_a_special_token_begins_like_a_text(llama: HFTokenizer) -> None:
+    turn = llama.encode_chat("The")
+    assert llama.spellings(turn) == ["▁The"]
+    assert llama.encode_chat("<bos>The<eos><bos>The") == [BOS, *turn, EOS, BOS, *turn]
+
+
+def test_phi_3s_special_tokens_swallow_the_white_space_behind_them(
+    phi3: tuple[HFTokenizer, PreTrainedTokenizerFast], llama: HFTokenizer
+) -> None:
+    ours, _ = phi3
+    assert ours.spellings(ours.encode_chat("<eos>\n The")) == ["<eos>", "▁The"]
+    assert llama.spellings(llama.encode_chat("<eos>\n The")) == ["<eos>", "▁", "<0x0A>", "▁The"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [BOS, 379]),
+        ({"add_bos_token": False}, [379]),
+        ({"add_eos_token": True}, [BOS, 379, EOS]),
+        ({"add_bos_token": False, "add_eos_token": True}, [379, EOS]),
+    ],
+    ids=str,
+)
+def test_a_text_is_put_between_the_tokens_that_the_file_says(
+    flags: dict[str, bool], expected: list[int], tmp_path: Path
+) -> None:
+    tokenizer = prefixed(tmp_path, **flags)
+    assert tokenizer.encode("The") == expected
+    assert tokenizer.encode_chat("The") == [379]
+
+
+def test_a_file_that_does_not_speak_of_the_prefix_has_it(tmp_path: Path) -> None:
+    fields = sentencepiece_metadata(has_prefix=True)
+    del fields["add_space_prefix"], fields["add_bos_token"]
+    write_gguf_tokenizer(
+        JsonFields({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, "tiny.gguf"), tmp_path
+    )
+    assert load_tokenizer(tmp_path).encode("The") == [BOS, 379]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"add_space_prefix": True}, "puts a space before a text"),
-        ({"add_space_prefix": None}, "puts a space before a text"),
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces is not supported"),
         ({"scores": None}, "scores has 0 entries"),
         ({"scores": "rising"}, "does not fall from token to token"),
         ({"token_type": None}, "token_type is missing"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.gguf import convert_gguf
@@ -46,6 +47,25 @@ def test_each_digit_stands_apart_from_its_neighbours_and_from_the_spaces_before_
     assert smollm.spellings(smollm.encode("a 12  345")) == ["a", "Ġ", "1", "2", "ĠĠ", "3", "4", "5"]
 
 
+@pytest.fixture(scope="module")
+def gpt4o(tmp_path_factory: pytest.TempPathFactory) -> tuple[HFTokenizer, PreTrainedTokenizerFast]:
+    """Ours and transformers' reading of one file."""
+    folder = tmp_path_factory.mktemp("gpt4o")
+    return tokenizer_of(folder, pre="gpt-4o"), AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+
+
+@given(
+    st.text(alphabet=st.characters(codec="utf-8"), max_size=60)
+    | st.text(alphabet="aBÀé's/\n 12", max_size=40)
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ids_of_a_vocabulary_cut_like_gpt_4os_equal_those_of_transformers(
+    gpt4o: tuple[HFTokenizer, PreTrainedTokenizerFast], text: str
+) -> None:
+    ours, theirs = gpt4o
+    assert ours.encode(text) == theirs.encode(text)
+
+
 def test_another_pre_tokenizer_cuts_differently(tmp_path: Path) -> None:
     gpt2 = tokenizer_of(tmp_path, pre="gpt-2")
     # GPT-2 leaves the last space to the digit, so the two never merge.
@@ -57,7 +77,7 @@ def test_an_unknown_pre_tokenizer_is_refused_and_not_guessed(name: str, tmp_path
     with pytest.raises(ModelLoadError) as caught:
         tokenizer_of(tmp_path, pre=name)
     assert repr(name) in str(caught.value)
-    assert "gpt-2, llama-bpe, qwen2, smollm" in str(caught.value)
+    assert "dbrx, gpt-2, gpt-4o, llama-bpe, qwen2, smollm" in str(caught.value)
 
 
 def test_a_file_that_names_no_pre_tokenizer_is_refused(tmp_path: Path) -> None:
