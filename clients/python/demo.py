@@ -54,7 +54,7 @@ async def run_demo(
     console = Console(highlight=False)
     runs: list[RunFigures] = []
     answers: list[list[list[int]]] = []
-    with _stopped_by_signals():
+    with stopped_by_signals():
         for batching in POLICIES:
             console.print(f"Starting a server of {model} with {batching} batching …", markup=False)
             arguments = ("--model", model, "--dtype", dtype, "--max-num-seqs", f"{num_slots}")
@@ -138,7 +138,7 @@ def _show(view: View, rows: Sequence[Row], load: Load, started_s: float) -> None
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the demo as Ctrl-C does: in order, with the server ended as well."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     received: list[signal.Signals] = []
