@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 
 from headrace.clients.bench_workload import TextOrIds
 from headrace.clients.client import InferenceClient
+from headrace.clients.connection import ConnectionOptions
 from headrace.clients.control import ControlClient
 from headrace.clients.errors import HeadraceError, NotFound
 from headrace.clients.events import Delta, Finished, FinishReason, Model
@@ -136,6 +137,7 @@ class GrpcBackend:
         bypass_cache: keep the server's prefix cache out of it.
         model: name of a served model; None: the default one.
         temperature: 0 is greedy.
+        connection: how the channel is opened.
     """
 
     target: str
@@ -144,6 +146,7 @@ class GrpcBackend:
     bypass_cache: bool = False
     model: str | None = None
     temperature: float = 0.0
+    connection: ConnectionOptions | None = None
 
     @property
     def tells_output(self) -> bool:
@@ -152,11 +155,11 @@ class GrpcBackend:
     async def describe(self) -> Server:
         protocol = "grpc session" if self.is_multiplexed else "grpc streams"
         try:
-            async with InferenceClient(self.target) as client:
+            async with InferenceClient(self.target, connection=self.connection) as client:
                 model = _chosen(await client.models(timeout_s=30), self.model)
             facts: dict[str, object] = {"model": asdict(model)}
             if self.control_target is not None:
-                async with ControlClient(self.control_target) as control:
+                async with ControlClient(self.control_target, connection=self.connection) as control:
                     load = await control.load(timeout_s=30)
                 facts |= {"max_num_seqs": load.max_num_seqs, "batching": load.batching}
         except HeadraceError as error:
@@ -166,7 +169,8 @@ class GrpcBackend:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
         # No retries: a refusal is a result, and a second attempt would be hidden in the latency of the first.
-        async with InferenceClient(self.target, retry=RetryPolicy(max_attempts=1)) as client:
+        once = RetryPolicy(max_attempts=1)
+        async with InferenceClient(self.target, retry=once, connection=self.connection) as client:
             if not self.is_multiplexed:
                 yield _GrpcConnection(client.generate, self)
                 return

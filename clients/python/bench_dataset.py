@@ -1,8 +1,8 @@
 """Workloads from files.
 
 - ``.json``: ``{"name": ..., "requests": [{"prompt_token_ids": [...], "output_len": 70}, ...]}``. A request
-  has exactly one of ``prompt_token_ids``, ``prompt`` (a text) and ``turns`` (a list of such requests, each with
-  its own ``output_len``: a conversation), and may have ``arrival_s``, which all of them have, or none.
+  has exactly one of ``prompt_token_ids``, ``prompt`` (a text) and ``turns`` (a conversation: a list of such
+  requests, each with an ``output_len``). All requests have ``arrival_s``, or none.
 - ``.jsonl``: such requests, one object a line.
 - anything else is text: every line that is not blank is a prompt.
 """

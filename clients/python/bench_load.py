@@ -37,6 +37,16 @@ class LoadOptions:
     timeout_s: float | None = None
 
 
+@dataclass(slots=True)
+class Counts:
+    """How a run stands: requests that have begun, are over, have failed, and tokens received."""
+
+    num_begun: int = 0
+    num_over: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+
+
 class LoadRun:
     """One run.
 
@@ -56,6 +66,7 @@ class LoadRun:
         if options.num_conversations is None and options.duration_s is None:
             raise ValueError("a run needs an end: a number of conversations, or a time")
         self.records: list[RequestRecord] = []
+        self.counts = Counts()
         self._connection = connection
         self._workload = workload
         self._options = options
@@ -113,6 +124,7 @@ class LoadRun:
             if failed:
                 record.error, record.message = EARLIER_TURN_FAILED, "never sent: the turn before it failed"
                 record.end_s = due_s
+                self._count_end(record)
                 continue
             output = await self._request(prompt, turn, record)
             failed = record.error is not None
@@ -124,6 +136,7 @@ class LoadRun:
         if not isinstance(prompt, str):
             record.num_prompt_tokens = len(prompt)
         self.records.append(record)
+        self.counts.num_begun += 1
         return record
 
     async def _request(self, prompt: TextOrIds, turn: Turn, record: RequestRecord) -> TextOrIds | None:
@@ -142,6 +155,7 @@ class LoadRun:
                         self._note_end(record, part)
                     else:
                         record.arrivals.append((self.now_s, part.count))
+                        self.counts.num_tokens += part.count
                         output = _with(output, part)
         except RequestFailedError as error:
             record.error, record.message = error.code, error.message
@@ -152,7 +166,12 @@ class LoadRun:
             raise
         finally:
             record.end_s = self.now_s
+            self._count_end(record)
         return output
+
+    def _count_end(self, record: RequestRecord) -> None:
+        self.counts.num_over += 1
+        self.counts.num_failed += record.error is not None
 
     def _note_end(self, record: RequestRecord, end: End) -> None:
         if end.num_prompt_tokens is not None:

@@ -103,7 +103,8 @@ class Lengths:
         except ValueError as error:
             raise WorkloadError(
                 f"{word!r} is no distribution of lengths ({error}): use 128, 16-128, geometric:64, "
-                "normal:128:32 or lognormal:128:0.5; the last three may end with their bounds, as in geometric:64:8-256"
+                "normal:128:32 or lognormal:128:0.5; bounds may follow the last three, "
+                "as in geometric:64:8-256"
             ) from None
 
     def draw(self, rng: random.Random) -> int:
