@@ -38,7 +38,7 @@ class ModelConfig:
         dtype: compute and KV type; "auto" takes what is fast and right on this device.
         max_model_len: longest sequence, prompt and output together, tokens; None takes the model's own limit.
         attention_backend: name of a backend of `headrace.engine.attention`; "auto" picks for the device.
-        device: where to compute: "cpu", "cuda" (the first GPU that is visible), or "auto": a GPU if there is one.
+        device: where to compute: "cpu", "cuda" (the first visible GPU), or "auto": a GPU if there is one.
         cuda_graphs: whether decode steps on a GPU are captured once and replayed.
     """
 
@@ -202,7 +202,7 @@ class LatencyTargets:
     """Latencies that are promised; None promises nothing.
 
     Args:
-        tpot_s: time per output token: (last token - first token) / (tokens - 1), one figure for each sequence.
+        tpot_s: time per output token: (last token - first token) / (tokens - 1), a figure for each sequence.
         ttft_s: time from a request's arrival to its first token.
     """
 

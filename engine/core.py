@@ -34,6 +34,7 @@ from headrace.engine.outputs import (
     StepTotals,
     TokenEvent,
 )
+from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId
@@ -82,7 +83,10 @@ class EngineCore:
         self._max_num_waiting = config.scheduler.max_num_waiting
         self._clock = clock
         self._kv = KVCacheManager(layout)
-        self._scheduler = Scheduler(config.scheduler, self._kv, prefix_caching=config.cache.prefix_caching)
+        self._budget = LatencyBudget(config.latency)
+        self._scheduler = Scheduler(
+            config.scheduler, self._kv, prefix_caching=config.cache.prefix_caching, budget=self._budget
+        )
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[SequenceId, LiveSequence] = {}
         self._expiries: list[tuple[float, int, LiveRequest]] = []
@@ -90,6 +94,7 @@ class EngineCore:
         self._sequence_ids = count()
         self._totals = StepTotals()
         self._begun: _BegunStep | None = None
+        self._last_step: _BegunStep | None = None
 
     @property
     def has_work(self) -> bool:
@@ -194,7 +199,11 @@ class EngineCore:
         if self._begun is not None:
             raise IntegrityError(f"step {self._begun.plan.step} was never finished")
         started_s = self._clock()
+        if self._last_step is not None:
+            # A step lasts until the next one: all that happens in between makes its tokens' gap longer, too.
+            self._budget.observe(self._last_step.plan, started_s - self._last_step.started_s)
         plan, num_preemptions = self._scheduler.schedule(self._totals.num_steps, started_s)
+        self._last_step = None
         if plan is not None:
             self._begun = _BegunStep(
                 plan, num_preemptions, len(self._scheduler.waiting), started_s, planned_s=self._clock()
@@ -210,6 +219,7 @@ class EngineCore:
         begun, self._begun = self._begun, None
         if begun is None:
             raise IntegrityError("no step was begun")
+        self._last_step = begun
         executed_s = self._clock()
         outcomes = list(zip(begun.plan.rows, result.rows, strict=True))
         lives = [self._by_sequence[row.sequence_id] for row, _ in outcomes]

@@ -147,6 +147,7 @@ class Sequence:
         num_prompt_logprobs_told: for how many places of the prompt logprobs have been told.
         num_skips: how many others behind it were admitted before it, because it did not fit yet.
         rank: its place for good; the scheduler gives it.
+        is_late: whether its first token can't come in time any more, so that others go first.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
         num_accepted_draft_tokens: those of them that stand in its text.
     """
@@ -168,6 +169,7 @@ class Sequence:
     num_skips: int = 0
     num_preemptions: int = 0
     rank: Rank = (0.0, SequenceId(0))
+    is_late: bool = False
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None
@@ -220,6 +222,11 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Tokens that the caller gave."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether no token is made at all: the prompt is computed for its logprobs alone."""
+        return self.max_len == self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -62,8 +62,8 @@ class StepShape:
         """The shape of a plan."""
         num_prefill = num_decode = num_context = num_pairs = 0
         for row in plan.rows:
-            num_tokens = len(row.token_ids)
-            if num_tokens == 1 + row.num_draft_tokens:
+            num_tokens = row.num_planned_tokens
+            if len(row.token_ids) == 1 + row.num_draft_tokens:
                 num_decode += num_tokens
                 num_context += row.first_position + num_tokens
             else:

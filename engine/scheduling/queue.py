@@ -63,7 +63,7 @@ class SequenceQueue:
 
 
 class WaitingQueue:
-    """The sequences that wait, one line for each client and priority.
+    """The sequences that wait, one line for each client and priority, and for those of them that are late.
 
     To begin to choose takes time by the number of lines; each one chosen takes the logarithm of that.
 
@@ -75,7 +75,7 @@ class WaitingQueue:
     def __init__(self, ledger: ClientLedger, ageing_s: float) -> None:
         self._ledger = ledger
         self._ageing_s = ageing_s
-        self._lines: dict[tuple[str, int], list[Sequence]] = {}
+        self._lines: dict[tuple[str, int, bool], list[Sequence]] = {}
         self._num_sequences = 0
         self._num_tokens = 0
         self._held: dict[str, tuple[int, int]] = {}
@@ -98,8 +98,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at its place; one that comes back has the place that it had."""
-        request = sequence.request
-        insort(self._lines.setdefault((request.client, request.priority), []), sequence, key=_arrival)
+        insort(self._lines.setdefault(_line_of(sequence), []), sequence, key=_arrival)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
@@ -108,7 +107,7 @@ class WaitingQueue:
         Raises:
             ValueError: it is not here.
         """
-        name = sequence.request.client, sequence.request.priority
+        name = _line_of(sequence)
         line = self._lines.get(name, [])
         place = bisect_left(line, sequence.sequence_id, key=_arrival)
         if place == len(line) or line[place] is not sequence:
@@ -118,19 +117,28 @@ class WaitingQueue:
             del self._lines[name]
         self._count(sequence, -1)
 
-    def in_order(self, now_s: float) -> Iterator[Sequence]:
-        """Yield them in the order of admission. Who asks may take out the one that it was given last, and
-        charge its client meanwhile; nothing else may change.
+    def put_off(self, sequence: Sequence) -> None:
+        """Let a sequence wait among those that are late from now on."""
+        self.remove(sequence)
+        sequence.is_late = True
+        self.add(sequence)
+
+    def in_order(self, now_s: float, *, late: bool = False) -> Iterator[Sequence]:
+        """Yield them in the order of admission. Who asks may take out the one that it was given last, or put
+        it off, and charge its client meanwhile; nothing else may change.
+
+        Args:
+            late: whether those that are late are wanted, or all others.
         """
-        if not self._lines:
+        lines = [(name, line) for name, line in self._lines.items() if name[2] is late]
+        if not lines:
             return
-        top = max(priority for _, priority in self._lines)
-        lines = list(self._lines.items())
+        top = self._top
         heads = [self._entry(i, 0, line[0], top, now_s) for i, (_, line) in enumerate(lines)]
         heapify(heads)
         while heads:
             negative_class, counter, sequence_id, i, place = heads[0]
-            (client, _), line = lines[i]
+            (client, _, _), line = lines[i]
             owed = self._ledger.counter(client)
             if owed != counter:
                 heapreplace(heads, (negative_class, owed, sequence_id, i, place))
@@ -145,7 +153,11 @@ class WaitingQueue:
 
     def class_of(self, sequence: Sequence, now_s: float) -> int:
         """The class of a sequence that waits, now."""
-        return self._class_of(sequence, max(priority for _, priority in self._lines), now_s)
+        return self._class_of(sequence, self._top, now_s)
+
+    @property
+    def _top(self) -> int:
+        return max(priority for _, priority, _ in self._lines)
 
     def _entry(
         self, line: int, place: int, sequence: Sequence, top: int, now_s: float
@@ -172,3 +184,7 @@ class WaitingQueue:
             self._held[client] = (num_sequences + sign, held_tokens + num_tokens)
         else:
             del self._held[client]
+
+
+def _line_of(sequence: Sequence) -> tuple[str, int, bool]:
+    return sequence.request.client, sequence.request.priority, sequence.is_late

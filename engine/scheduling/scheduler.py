@@ -7,11 +7,14 @@ and every step lets the second catch up with the first under one token budget.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from headrace.engine.config import BatchingPolicy, SchedulerConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
+from headrace.engine.scheduling.budget import LatencyBudget, StepAllowance
 from headrace.engine.scheduling.fairness import ClientLedger
 from headrace.engine.scheduling.plan import ScheduledSequence, StepLimits, StepPlan
 from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of
@@ -34,15 +37,24 @@ class Scheduler:
         config: limits of a step.
         kv: where blocks come from.
         prefix_caching: whether sequences share the KV of equal beginnings.
+        budget: which latencies are promised; None promises none.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        *,
+        prefix_caching: bool = True,
+        budget: LatencyBudget | None = None,
+    ) -> None:
         self.ledger = ClientLedger(config.client_weights)
         self.waiting = WaitingQueue(self.ledger, config.priority_ageing_s)
         self.running = SequenceQueue()
         self._config = config
         self._kv = kv
         self._prefix_caching = prefix_caching
+        self._budget = budget or LatencyBudget()
         self._limits = StepLimits(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk
         )
@@ -94,7 +106,8 @@ class Scheduler:
         Raises:
             IntegrityError: somebody waits, nobody runs, and still nothing can be planned.
         """
-        plan = _PlanInProgress(self._limits)
+        allowance = self._budget.begin_step(self.running, len(self.waiting), now_s)
+        plan = _PlanInProgress(self._limits, allowance)
         for sequence in self.running:
             if sequence.is_decoding:
                 self._grow(sequence, plan)
@@ -159,7 +172,7 @@ class Scheduler:
         reserved = sum(self._num_blocks_soon(sequence) for sequence in self.running)
         passed: list[Sequence] = []
         is_barred = False
-        for sequence in self.waiting.in_order(now_s):
+        for sequence in self._candidates(now_s):
             available = self._kv.num_available_blocks - reserved
             if not self._has_room(plan) or not self._may_join():
                 break
@@ -167,6 +180,8 @@ class Scheduler:
                 break
             if sequence.is_waiting_for_leader:
                 continue
+            if not self._budget.may_join(sequence):
+                break
             match = self._match_prefix(sequence)
             needed = self._kv.num_missing_blocks(sequence.sequence_id, len(sequence.token_ids))
             if needed - len(match.block_ids) + match.num_unused > available:
@@ -174,14 +189,28 @@ class Scheduler:
                 passed.append(sequence)
                 is_barred = sequence.num_skips >= self._config.max_num_skips
                 continue
+            if plan.chunk_len(sequence, match.num_tokens) == 0:
+                break
             for other in passed:
                 other.num_skips += 1
                 is_barred = is_barred or other.num_skips >= self._config.max_num_skips
             self._join_batch(sequence, match)
             self._grow(sequence, plan)
+            self._budget.join(sequence)
             if sequence.status is not SequenceStatus.RUNNING:
                 raise IntegrityError(f"sequence {sequence.sequence_id} was found to fit and then did not")
             reserved += self._num_blocks_soon(sequence)
+
+    def _candidates(self, now_s: float) -> Iterator[Sequence]:
+        """Who waits, in order: those whose first token can still come in time before those that are late."""
+        if self._budget.is_turn_of_late:
+            yield from islice(self.waiting.in_order(now_s, late=True), 1)
+        for sequence in self.waiting.in_order(now_s):
+            if self._budget.is_late(sequence, now_s):
+                self.waiting.put_off(sequence)
+            else:
+                yield sequence
+        yield from self.waiting.in_order(now_s, late=True)
 
     def _has_room(self, plan: _PlanInProgress) -> bool:
         """Whether one more sequence may have a place in the step, and a token."""
@@ -243,7 +272,7 @@ class Scheduler:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
             request, first = sequence.request, sequence.num_computed_tokens
-            is_sampled = first + num_tokens == len(sequence.token_ids)
+            is_sampled = first + num_tokens == len(sequence.token_ids) and not sequence.is_read_only
             needs_history = request.sampling.needs_history or sequence.num_prompt_logprobs is not None
             rows.append(
                 ScheduledSequence(
@@ -269,19 +298,32 @@ class Scheduler:
 class _PlanInProgress:
     """A plan while it is being made: who gets how many tokens, and what is left of the limits."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, allowance: StepAllowance) -> None:
         self.limits = limits
+        self.allowance = allowance
         self.num_tokens_left = limits.num_tokens
         self.num_tokens_of: dict[Sequence, int] = {}
         self.num_preempted = 0
 
-    def chunk_len(self, sequence: Sequence) -> int:
-        """How many of a sequence's tokens may be computed in this step."""
+    def chunk_len(self, sequence: Sequence, num_matched_tokens: int = 0) -> int:
+        """How many of a sequence's tokens may be computed in this step.
+
+        Args:
+            num_matched_tokens: of one that is about to join, tokens that it needn't compute.
+        """
         limit = self.limits.max_prefill_chunk
-        num_tokens = min(sequence.num_new_tokens, self.num_tokens_left)
-        return num_tokens if limit is None else min(num_tokens, limit)
+        num_tokens = min(sequence.num_new_tokens - num_matched_tokens, self.num_tokens_left)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit)
+        if sequence.is_decoding:
+            return num_tokens
+        first_position = sequence.num_computed_tokens + num_matched_tokens
+        is_new = sequence.status is SequenceStatus.WAITING
+        return self.allowance.chunk_len(first_position, num_tokens, is_new=is_new)
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
+        if not sequence.is_decoding:
+            self.allowance.take(sequence.num_computed_tokens, num_tokens)
         self.num_tokens_of[sequence] = num_tokens
         self.num_tokens_left -= num_tokens
 
