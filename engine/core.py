@@ -18,7 +18,6 @@ from headrace.engine.errors import (
     EngineError,
     IntegrityError,
     NothingToDraw,
-    Overloaded,
     RequestFailed,
 )
 from headrace.engine.kv.manager import KVCacheManager
@@ -34,6 +33,7 @@ from headrace.engine.outputs import (
     StepTotals,
     TokenEvent,
 )
+from headrace.engine.scheduling.admission import QueueGate
 from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -43,8 +43,6 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.validation import check_request, max_tokens_for
 
 RequestEvent = tuple[RequestId, OutputEvent]
-
-_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,13 @@ class EngineCore:
         self._info = info
         self._layout = layout
         self._tokenizer = tokenizer
-        self._max_num_waiting = config.scheduler.max_num_waiting
         self._clock = clock
         self._kv = KVCacheManager(layout)
         self._budget = LatencyBudget(config.latency)
         self._scheduler = Scheduler(
             config.scheduler, self._kv, prefix_caching=config.cache.prefix_caching, budget=self._budget
         )
+        self._gate = QueueGate(config.scheduler, self._scheduler.waiting)
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[SequenceId, LiveSequence] = {}
         self._expiries: list[tuple[float, int, LiveRequest]] = []
@@ -126,25 +124,20 @@ class EngineCore:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
         if request.deadline_s is not None and request.deadline_s <= now_s:
             raise DeadlineExceeded("the deadline passed before the request was queued")
-        if len(self._scheduler.waiting) + request.best_of > self._max_num_waiting:
-            message = (
-                f"{len(self._scheduler.waiting)} sequences are waiting, "
-                f"this server lets {self._max_num_waiting} wait"
-            )
-            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+        max_len = len(request.prompt_token_ids) + max_tokens_for(request, self._info, self._layout)
+        self._gate.check(request, max_len, len(self._scheduler.running))
         live = self._live[request.request_id] = LiveRequest(request)
-        self._start_sequences(live, now_s)
+        self._start_sequences(live, max_len, now_s)
         expires_s = live.open[0].sequence.expires_s
         if expires_s is not None:
             self._drop_dead_expiries()
             heappush(self._expiries, (expires_s, next(self._expiry_ids), live))
 
-    def _start_sequences(self, live: LiveRequest, now_s: float) -> None:
+    def _start_sequences(self, live: LiveRequest, max_len: int, now_s: float) -> None:
         request = live.request
         end_token_ids = request.stop.token_ids
         if not request.stop.ignore_eos:
             end_token_ids |= self._info.eos_token_ids
-        max_len = len(request.prompt_token_ids) + max_tokens_for(request, self._info, self._layout)
         leader = None
         for index in range(request.best_of):
             sequence = Sequence(
@@ -261,6 +254,7 @@ class EngineCore:
             started_s=begun.started_s,
         )
         self._totals = self._totals.plus(stats)
+        self._gate.note_step(begun.plan.num_tokens, stats.schedule_s + stats.execute_s + stats.update_s)
         return events, stats
 
     def flush_cache(self) -> int:
@@ -305,6 +299,7 @@ class EngineCore:
     def _forget(self, live: LiveSequence) -> None:
         """The one way out of scheduler and pool."""
         self._scheduler.finish(live.sequence)
+        self._gate.note_end(live.sequence)
         del self._by_sequence[live.sequence.sequence_id]
 
 

@@ -12,6 +12,8 @@ from headrace.engine.sequence import Request
 
 MAX_SEQUENCES = 128
 """Most sequences that one request may make."""
+MAX_PRIORITY = 100
+"""Highest priority; the lowest is as far below 0."""
 
 
 def max_tokens_for(request: Request, info: ModelInfo, layout: CacheLayout) -> int:
@@ -26,10 +28,14 @@ def check_request(request: Request, info: ModelInfo, layout: CacheLayout) -> Non
     Raises:
         InvalidRequest: naming every field that is wrong, and the limit that it breaks.
     """
-    violations = [*_prompt_violations(request, info, layout), *_stop_violations(request, info)]
+    violations = [*_prompt_violations(request, info, layout), *_max_tokens_violations(request)]
+    violations += _stop_violations(request, info)
     limit = request.time_limit_s
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         violations.append(FieldViolation("time_limit", f"must be a positive time, got {limit} s"))
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        wanted = f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        violations.append(FieldViolation("priority", f"{wanted}, got {request.priority}"))
     violations += _count_violations(request)
     violations += _sampling_violations(request.sampling, info.vocab_size)
     violations += _constraint_violations(request, info)
@@ -49,7 +55,7 @@ def _prompt_violations(request: Request, info: ModelInfo, layout: CacheLayout) -
             f"must be from 0 to {info.vocab_size - 1}, the model's vocabulary, got {foreign}",
         )
     asked = request.stop.max_tokens
-    total = num_prompt + (1 if asked is None or asked < 1 else asked)
+    total = num_prompt + (1 if asked is None else max(asked, 0))
     for limit, name in (
         (info.max_model_len, "the model's context"),
         (layout.num_tokens, "the whole KV pool of this server"),
@@ -64,10 +70,21 @@ def _prompt_violations(request: Request, info: ModelInfo, layout: CacheLayout) -
             return
 
 
-def _stop_violations(request: Request, info: ModelInfo) -> Iterator[FieldViolation]:
+def _max_tokens_violations(request: Request) -> Iterator[FieldViolation]:
     asked = request.stop.max_tokens
-    if asked is not None and asked < 1:
-        yield FieldViolation("stop.max_tokens", f"must be at least 1, got {asked}")
+    if asked is None or asked >= 1:
+        return
+    if asked < 0 or request.sampling.num_prompt_logprobs is None:
+        yield FieldViolation(
+            "stop.max_tokens", f"must be at least 1, or 0 to have prompt logprobs alone, got {asked}"
+        )
+    elif request.best_of > 1:
+        yield FieldViolation("stop.max_tokens", f"must be at least 1 for {request.best_of} sequences, got 0")
+    elif request.output.is_echoed:
+        yield FieldViolation("stop.max_tokens", "must be at least 1 with echo, which begins an output, got 0")
+
+
+def _stop_violations(request: Request, info: ModelInfo) -> Iterator[FieldViolation]:
     if not all(request.stop.strings):
         yield FieldViolation("stop.strings", "must not hold an empty text: it would end every output at once")
     foreign = _first_foreign(request.stop.token_ids, info.vocab_size)

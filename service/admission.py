@@ -151,6 +151,7 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         deadline_s=parsed.deadline_s,
         n=start.n,
         best_of=start.best_of,
+        priority=start.priority,
         isolation_key=start.cache_salt,
         uses_prefix_cache=start.uses_prefix_cache,
         constraint=encoded.constraint,

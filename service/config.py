@@ -28,14 +28,13 @@ from pydantic_settings import (
 )
 
 from headrace.engine import (
-    BatchingPolicy,
     CacheConfig,
     ConfigError,
     EngineConfig,
     ModelConfig,
-    SchedulerConfig,
 )
 from headrace.service.limits import Limits
+from headrace.service.scheduler_settings import SchedulerSettings
 
 _PREFIX = "HEADRACE_"
 
@@ -63,7 +62,7 @@ def default_cache_dir() -> Path:
         return Path(gettempdir()) / "headrace"
 
 
-class ServiceConfig(BaseSettings):
+class ServiceConfig(SchedulerSettings):
     """Serve a language model over gRPC.
 
     Each setting has three spellings: the flag --max-num-seqs, the variable HEADRACE_MAX_NUM_SEQS and, in the
@@ -123,18 +122,6 @@ class ServiceConfig(BaseSettings):
     prefix_caching: bool = Field(
         True, description="whether requests that begin alike share the KV of their full blocks"
     )
-
-    batching: Literal["continuous", "static"] = Field(
-        "continuous",
-        description="when waiting requests join: at every step, or when the last batch is finished",
-    )
-    max_num_seqs: int = Field(16, ge=1, description="slots: most sequences in one step")
-    max_num_batched_tokens: int = Field(512, ge=1, description="token budget: most tokens in one step")
-    max_prefill_chunk: int | None = Field(
-        None, ge=1, description="most prompt tokens of one sequence in one step; unset: the budget"
-    )
-    max_num_waiting: int = Field(1024, ge=1, description="most requests that wait; more are refused")
-    max_num_skips: int = Field(64, ge=0, description="later requests that may pass one that does not fit yet")
 
     max_message_size: ByteSize = Field(
         ByteSize(Limits().max_message_bytes), gt=0, description="longest gRPC message, either way"
@@ -213,14 +200,7 @@ class ServiceConfig(BaseSettings):
                 attention_backend=self.attention_backend,
             ),
             cache=CacheConfig(self.block_size, self.num_blocks, self.kv_memory, self.prefix_caching),
-            scheduler=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                max_prefill_chunk=self.max_prefill_chunk,
-                max_num_waiting=self.max_num_waiting,
-                max_num_skips=self.max_num_skips,
-                batching=BatchingPolicy(self.batching),
-            ),
+            scheduler=self.scheduler_config(),
             num_threads=self.threads,
         )
 
@@ -278,7 +258,14 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Says what a value is in a user's words, not in Python's."""
 
     _METAVARS = MappingProxyType(
-        {"ByteSize": "SIZE", "Path": "PATH", "float": "SECONDS", "int": "N", "str": "TEXT"}
+        {
+            "ByteSize": "SIZE",
+            "Path": "PATH",
+            "dict[str,float]": "NAME=SHARE",
+            "float": "SECONDS",
+            "int": "N",
+            "str": "TEXT",
+        }
     )
 
     def _metavar_formatter(
@@ -292,7 +279,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = super()._expand_help(action)
-        for unset in ("(default: null)", "(default: )"):
+        for unset in ("(default: null)", "(default: )", "(default factory: dict)"):
             text = text.replace(unset, "")
         text = text.replace("default factory: default_cache_dir", f"default: {default_cache_dir()}")
         if action.metavar == "ByteSize":

@@ -70,6 +70,7 @@ class Start:
         bad_words: texts that are never produced.
         constraint: the form of the text, not compiled yet; None for any.
         n, best_of: how many sequences are told, and made.
+        priority: higher goes first.
         wants_token_ids: whether events carry ids.
         cache_salt: KV is shared only between requests of equal salts.
         uses_prefix_cache: whether KV is taken from the prefix cache and left there.
@@ -84,6 +85,7 @@ class Start:
     output: OutputParams
     n: int
     best_of: int
+    priority: int
     wants_token_ids: bool
     time_limit_s: float | None
     cache_salt: str
@@ -109,7 +111,7 @@ def start_from_proto(
     violations += label_violations(start.request_id, needs_label=needs_label)
     violations += _prompt_violations(start, model, limits)
     violations += count_violations(start, limits)
-    violations += stop_violations(start.stop, model, limits)
+    violations += stop_violations(start.stop, start.output, model, limits)
     if len(start.cache.salt) > limits.max_cache_salt_len:
         violations.append(
             FieldViolation("cache.salt", f"must be at most {limits.max_cache_salt_len} characters")
@@ -137,6 +139,7 @@ def start_from_proto(
         output=_output_from_proto(start.output),
         n=num_sequences(start),
         best_of=num_made(start),
+        priority=start.priority,
         wants_token_ids=not start.output.HasField("token_ids") or start.output.token_ids,
         time_limit_s=seconds(start.time_limit) if start.HasField("time_limit") else None,
         cache_salt=start.cache.salt,

@@ -87,7 +87,10 @@ def default_sampling(model: ModelInfo) -> SamplingParams:
 
 
 def count_violations(start: pb.StartGeneration, limits: Limits) -> Iterator[FieldViolation]:
-    """Name what is wrong with the numbers of sequences."""
+    """Name what is wrong with the numbers of sequences, and with the priority."""
+    if not -limits.max_priority <= start.priority <= limits.max_priority:
+        wanted = f"must be from {-limits.max_priority} to {limits.max_priority}"
+        yield FieldViolation("priority", f"{wanted}, got {start.priority}")
     n, most = num_sequences(start), limits.max_sequences
     if not 1 <= n <= most:
         yield FieldViolation("n", f"must be from 1 to {most}, got {n}")
@@ -118,10 +121,15 @@ def stop_from_proto(stop: pb.StopOptions) -> StopConditions:
     )
 
 
-def stop_violations(stop: pb.StopOptions, model: ModelInfo, limits: Limits) -> Iterator[FieldViolation]:
+def stop_violations(
+    stop: pb.StopOptions, output: pb.OutputOptions, model: ModelInfo, limits: Limits
+) -> Iterator[FieldViolation]:
     """Name what is wrong with a request's ends."""
-    if stop.HasField("max_tokens") and stop.max_tokens < 1:
-        yield FieldViolation("stop.max_tokens", "must be at least 1, got 0: leave it out for as many as fit")
+    if stop.HasField("max_tokens") and stop.max_tokens < 1 and not output.HasField("prompt_logprobs"):
+        yield FieldViolation(
+            "stop.max_tokens",
+            "must be at least 1, got 0: leave it out for as many as fit, or ask for prompt_logprobs too",
+        )
     else:
         most, name = model.max_model_len, "the model's context"
         if stop.HasField("max_tokens"):

@@ -213,6 +213,6 @@ async def test_echo_puts_the_prompt_before_every_sequence():
 
 async def test_the_queue_counts_sequences():
     async with engine_of(config=make_config(max_num_waiting=3)) as engine:
-        with pytest.raises(Exception, match="this server lets 3 wait"):
+        with pytest.raises(Exception, match="at most 3, as many as may wait"):
             engine.submit(make_request(n=4))
         await collect(engine.submit(make_request(n=3)))

@@ -92,8 +92,8 @@ BAD_FIELDS: list[tuple[StartGeneration, str]] = [
     (make_start("a", constraint=Constraint(choice=Choice())), "constraint.choice"),
     (make_start("a", constraint=Constraint(choice=Choice(options=["a", ""]))), "constraint.choice"),
     (make_start("a", constraint=Constraint(regex="a" * (256 * 1024 + 1))), "constraint.regex"),
-    (make_start("a", priority=1), "priority"),
-    (make_start("a", priority=-1), "priority"),
+    (make_start("a", priority=101), "priority"),
+    (make_start("a", priority=-101), "priority"),
     (make_start("a", cache=CacheOptions(salt="x" * 257)), "cache.salt"),
     (make_start("a", speculation=SpeculationOptions(enabled=True)), "speculation.enabled"),
     (
@@ -174,7 +174,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     start.sampling.CopyFrom(SamplingOptions(temperature=NAN, top_p=0.0, best_of=2, logit_bias={999: 1.0}))
     start.stop.CopyFrom(StopOptions(max_tokens=0, token_ids=[VOCAB_SIZE], strings=[""]))
     start.output.logprobs = 65
-    start.priority = 1
+    start.priority = 2**31 - 1
     with pytest.raises(InvalidRequest) as refusal:
         parsed(start)
     assert {violation.field for violation in refusal.value.violations} == {

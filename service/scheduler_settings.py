@@ -1,0 +1,58 @@
+"""Settings of who computes when: the size of a step, the queue, priorities and shares."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from headrace.engine import BatchingPolicy, SchedulerConfig
+
+
+class SchedulerSettings(BaseSettings):
+    """Part of `ServiceConfig`."""
+
+    batching: Literal["continuous", "static"] = Field(
+        "continuous",
+        description="when waiting requests join: at every step, or when the last batch is finished",
+    )
+    max_num_seqs: int = Field(16, ge=1, description="batch slots: most sequences in one step")
+    max_num_batched_tokens: int = Field(512, ge=1, description="token budget: most tokens in one step")
+    max_prefill_chunk: int | None = Field(
+        None, ge=1, description="most prompt tokens of one sequence in one step; unset: the budget"
+    )
+    max_num_waiting: int = Field(
+        1024, ge=1, description="most sequences that wait; more are refused, with a time to come back"
+    )
+    max_waiting_tokens: int = Field(
+        2**21,
+        ge=1,
+        description="most tokens, prompts and answers, that those that wait may come to hold; more are refused",
+    )
+    max_num_skips: int = Field(64, ge=0, description="later requests that may pass one that does not fit yet")
+    priority_ageing_s: float = Field(
+        10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="waiting time after which a request counts as one class higher, seconds",
+    )
+    client_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="a client's share relative to others', such as batch=0.5; 1 for who is not named; "
+        "repeatable",
+    )
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """What the scheduler is told."""
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_chunk=self.max_prefill_chunk,
+            max_num_waiting=self.max_num_waiting,
+            max_num_skips=self.max_num_skips,
+            batching=BatchingPolicy(self.batching),
+            max_waiting_tokens=self.max_waiting_tokens,
+            priority_ageing_s=self.priority_ageing_s,
+            client_weights=self.client_weights,
+        )
