@@ -28,7 +28,7 @@ class SchedulerSettings(BaseSettings):
     max_waiting_tokens: int = Field(
         2**21,
         ge=1,
-        description="most tokens, prompts and answers, that those that wait may come to hold; more are refused",
+        description="most tokens, prompts and answers, that they may come to hold; more are refused",
     )
     max_num_skips: int = Field(64, ge=0, description="later requests that may pass one that does not fit yet")
     priority_ageing_s: float = Field(
