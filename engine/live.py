@@ -73,6 +73,8 @@ class LiveSequence:
             if len(sequence.token_ids) >= sequence.max_len:
                 end = self.end(FinishReason.LENGTH)
                 break
+        if sequence.is_read_only and row.end_position == sequence.num_prompt_tokens:
+            end = self.end(FinishReason.LENGTH)
         if end is not None:
             text += self.text.flush()
         prompt_logprobs = self._new_prompt_logprobs(row, outcome)

@@ -1,4 +1,4 @@
-"""How likely a model finds a given text: a request that makes one token and tells of its prompt."""
+"""How likely a model finds a given text: a request that makes no token and tells of its prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def score(
         model=request.model,
         token_ids=generation_pb2.TokenIds(ids=token_ids),
         sampling=generation_pb2.SamplingOptions(temperature=0.0),
-        stop=generation_pb2.StopOptions(max_tokens=1),
+        stop=generation_pb2.StopOptions(max_tokens=0),
         output=generation_pb2.OutputOptions(text=False, token_ids=False, prompt_logprobs=request.logprobs),
         cache=generation_pb2.CacheOptions(bypass=True),
     )

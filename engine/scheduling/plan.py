@@ -39,7 +39,8 @@ class ScheduledSequence:
         token_ids: tokens to compute, at least one; known tokens first, then drafts.
         num_draft_tokens: how many of them, at the end, are drafts. Each of them is judged in this step.
         block_ids: the sequence's block table, long enough for all of `token_ids` and for `draft`'s proposals.
-        is_sampled: whether this step reaches the end of the known tokens, so that a next token is drawn.
+        is_sampled: whether a next token is drawn: this step reaches the end of the known tokens, and more
+            than these are wanted.
         sampling: how it is drawn.
         index: which of the request's sequences this is; part of the key of every draw.
         num_prompt_tokens: how many of the sequence's tokens the caller gave.

@@ -19,17 +19,19 @@ from headrace.engine import (
     EngineConfig,
     FailureEvent,
     FinishEvent,
+    FinishReason,
     ModelConfig,
     Request,
     RequestFailed,
     SamplingParams,
     SchedulerConfig,
     TokenEvent,
+    Usage,
     load_model,
 )
 from headrace.engine.outputs import TokenLogprobs
 from tests.support.requests import make_request
-from tests.support.tiny_models import IM_END_ID, VOCAB_SIZE, tiny_llama, write_tiny_llama
+from tests.support.tiny_models import IM_END_ID, MAX_POSITIONS, VOCAB_SIZE, tiny_llama, write_tiny_llama
 
 BLOCK_SIZE = 4
 
@@ -146,6 +148,25 @@ async def test_prompt_logprobs_are_told_though_the_prompt_is_cached(folder: Path
     assert isinstance(again.end, FinishEvent)
     assert told.end.usage.num_cached_tokens == 0
     assert again.end.usage.num_cached_tokens >= len(prompt) - BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("chunk", "num_blocks"), [(None, 2000), (7, 2000), (16, MAX_POSITIONS // BLOCK_SIZE)]
+)
+async def test_a_prompt_as_long_as_the_context_is_read_for_its_logprobs_alone(
+    folder: Path, chunk: int | None, num_blocks: int
+) -> None:
+    prompt = [(11 * i) % VOCAB_SIZE for i in range(MAX_POSITIONS)]
+    request = asking(prompt, 0, temperature=0.0, num_prompt_logprobs=2)
+    async with engine_over(folder, chunk=chunk, num_blocks=num_blocks) as engine:
+        other = asking(prompt[:20], temperature=0.0)
+        told, beside = await run_all(engine, [request, other])
+        assert beside.token_ids == (await run_all(engine, [renewed(other)]))[0].token_ids
+    assert_logprobs(told.prompt_logprobs, reference(prompt)[:-1], prompt[1:])
+    assert told.token_ids == told.logprobs == []
+    assert isinstance(told.end, FinishEvent)
+    assert told.end.reason is FinishReason.LENGTH
+    assert told.end.usage == Usage(MAX_POSITIONS, 0, 0)
 
 
 CONTROLS: list[dict[str, Any]] = [

@@ -14,6 +14,7 @@ from headrace.engine import (
     InvalidRequest,
     Overloaded,
     RequestId,
+    SamplingParams,
     TokenEvent,
 )
 from tests.support.engines import Gate, assert_serves, collect, running_engine
@@ -81,6 +82,9 @@ async def test_without_a_cap_a_request_goes_on_to_the_end_of_the_context_or_the_
         assert (last.reason, last.usage.num_completion_tokens) == (FinishReason.LENGTH, 17)
 
 
+TOLD = SamplingParams(num_prompt_logprobs=0)
+
+
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
@@ -91,7 +95,13 @@ async def test_without_a_cap_a_request_goes_on_to_the_end_of_the_context_or_the_
         ({"prompt_len": 120, "max_tokens": 9}, "stop.max_tokens", "129, more than the model's context"),
         ({"prompt_len": 70, "max_tokens": 31}, "stop.max_tokens", "whole KV pool"),
         ({"prompt_len": 104, "max_tokens": None}, "prompt", "whole KV pool"),
-        ({"max_tokens": 0}, "stop.max_tokens", "at least 1"),
+        ({"max_tokens": 0}, "stop.max_tokens", "at least 1, or 0 to have prompt logprobs alone"),
+        ({"max_tokens": 0, "sampling": TOLD, "n": 2}, "stop.max_tokens", "at least 1 for 2 sequences"),
+        ({"max_tokens": 0, "sampling": TOLD, "is_echoed": True}, "stop.max_tokens", "at least 1 with echo"),
+        ({"max_tokens": 0, "sampling": TOLD, "min_tokens": 1}, "stop.min_tokens", "max_tokens=0"),
+        ({"max_tokens": -1, "sampling": TOLD}, "stop.max_tokens", "at least 1"),
+        ({"prompt_len": 128, "max_tokens": 1, "sampling": TOLD}, "prompt", "129, more than the model's"),
+        ({"prompt_len": 101, "max_tokens": 0, "sampling": TOLD}, "prompt", "whole KV pool"),
         ({"stop_token_ids": frozenset({999})}, "stop.token_ids", "got 999"),
         ({"stop_strings": ("fine", "")}, "stop.strings", "empty text"),
         ({"time_limit_s": 0.0}, "time_limit", "positive"),

@@ -99,6 +99,7 @@ BAD_OPTIONS: list[tuple[StartGeneration, str]] = [
     (counts(129, 128), "n"),
     (counts(2**32 - 1), "n"),
     (stop(max_tokens=0), "stop.max_tokens"),
+    (make_start("a", max_tokens=0, output=OutputOptions(logprobs=0)), "stop.max_tokens"),
     (stop(max_tokens=8, min_tokens=9), "stop.min_tokens"),
     (stop(min_tokens=129), "stop.min_tokens"),
     (stop(min_tokens=2**32 - 1), "stop.min_tokens"),

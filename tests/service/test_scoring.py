@@ -67,7 +67,6 @@ async def test_bad_fields_are_named_as_the_request_spells_them() -> None:
             (ScoreRequest(token_ids=TokenIds()), "token_ids"),
             (ScoreRequest(token_ids=TokenIds(ids=[5])), "token_ids"),
             (ScoreRequest(token_ids=TokenIds(ids=[5, VOCAB_SIZE])), "token_ids"),
-            (ScoreRequest(token_ids=TokenIds(ids=[5] * 32)), "token_ids"),
             (ScoreRequest(token_ids=TokenIds(ids=[5] * 33)), "token_ids"),
             (ScoreRequest(token_ids=IDS, num_context_tokens=4), "num_context_tokens"),
             (ScoreRequest(token_ids=IDS, num_context_tokens=2**32 - 1), "num_context_tokens"),
@@ -78,7 +77,17 @@ async def test_bad_fields_are_named_as_the_request_spells_them() -> None:
                 await service.model.Score(request)
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert violated_fields(status_of(refusal.value)) == [field]
-        assert (await service.model.Score(ScoreRequest(token_ids=TokenIds(ids=[5] * 31)))).tokens
+
+
+@pytest.mark.parametrize("length", [31, 32])
+async def test_a_text_may_fill_the_context_and_the_whole_pool(length: int) -> None:
+    model, _ = make_indexed_model(max_model_len=32, num_blocks=32 // 4)
+    ids = [5, *range(1, length)]
+    async with running_service(model) as service:
+        told = await service.model.Score(ScoreRequest(token_ids=TokenIds(ids=ids)))
+        assert [entry.chosen.token_id for entry in told.tokens] == ids[1:]
+        await service.engine.wait_idle()
+        assert service.engine.load().totals.num_decode_tokens == 0
 
 
 async def test_a_score_that_nobody_waits_for_is_not_computed() -> None:
