@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import takewhile
 
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
@@ -46,6 +47,7 @@ class KVCacheManager:
         # Per sequence: the keys of its full blocks, as far as they were needed. Known tokens never change.
         self._chains: dict[SequenceId, list[BlockKey]] = {}
         self._num_shareable: dict[SequenceId, int] = {}
+        self._drafted: set[int] = set()
 
     @property
     def num_available_blocks(self) -> int:
@@ -89,7 +91,20 @@ class KVCacheManager:
         new_blocks = self._pool.allocate(missing)
         if new_blocks is not None:
             self._tables.setdefault(sequence_id, []).extend(new_blocks)
+            self._drafted.difference_update(new_blocks)
         return new_blocks
+
+    def mark_drafted(self, sequence_id: SequenceId, num_tokens: int) -> None:
+        """Note that the draft model has computed a sequence's first tokens, too: who shares their full
+        blocks finds its KV there."""
+        table = self._tables.get(sequence_id, [])
+        self._drafted.update(table[: num_tokens // self.layout.block_size])
+
+    def num_drafted_tokens(self, sequence_id: SequenceId) -> int:
+        """How many of a sequence's first tokens lie in full blocks that the draft model has computed, too."""
+        table = self._tables.get(sequence_id, [])
+        blocks = takewhile(self._drafted.__contains__, table)
+        return sum(1 for _ in blocks) * self.layout.block_size
 
     def match_prefix(self, sequence_id: SequenceId, token_ids: List[int], isolation_key: str) -> PrefixMatch:
         """Find the longest run of shareable blocks that begins a sequence. Changes nothing.

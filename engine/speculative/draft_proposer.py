@@ -1,0 +1,131 @@
+"""Plans what the draft model does: which of its KV is valid, what it has to catch up with, how much it
+proposes.
+
+Its KV lies behind the same block ids as the target's. A sequence's draft KV is valid as far as the draft
+model has computed that very sequence's tokens, itself or in a shared block that is known to hold them: it may
+trail the target's by much after a prefix hit, by nothing but the newest token after a refusal, and by one
+more where all drafts were kept, for nobody has computed the last of them.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence
+from headrace.engine.sequence import Sequence, SequenceId
+from headrace.engine.speculative.acceptance import KeptRate
+from headrace.engine.speculative.proposer import NO_DRAFTS, Drafts
+
+MAX_CATCH_UP = 512
+"""So many tokens of one sequence the draft model catches up with in one step; the rest waits for the next."""
+_PRIOR = 0.7
+_PRIOR_WEIGHT = 8.0
+_SLOW_FORGET = 0.999
+_PLACE_WEIGHT = 6.0
+_FADES = 0.9
+
+
+class _State:
+    """What is known of one sequence.
+
+    Args:
+        num_computed: its first so many tokens have valid draft KV.
+    """
+
+    __slots__ = ("num_computed", "rate", "rates")
+
+    def __init__(self, num_places: int) -> None:
+        self.num_computed = 0
+        self.rate = KeptRate()
+        self.rates = [KeptRate() for _ in range(num_places)]
+
+
+class DraftModelProposer:
+    """See `headrace.engine.speculative.proposer.Proposer`.
+
+    Args:
+        kv: knows whose blocks are whose.
+        max_len: longest sequence of the draft model, tokens.
+        most: most drafts of one row.
+    """
+
+    learns_by_judging = True
+
+    def __init__(self, kv: KVCacheManager, max_len: int, most: int) -> None:
+        self._kv = kv
+        self._max_len = max_len
+        self._most = most
+        self._states: dict[SequenceId, _State] = {}
+        self._shared = KeptRate(_SLOW_FORGET)
+        self._seconds_per_draft = 0.0
+
+    @property
+    def seconds_per_draft(self) -> float:
+        """See `Proposer.seconds_per_draft`."""
+        return self._seconds_per_draft
+
+    def note_time(self, seconds: float, num_drafts: int) -> None:
+        """See `Proposer.note_time`."""
+        taken = seconds / num_drafts
+        known = self._seconds_per_draft
+        self._seconds_per_draft = known * _FADES + taken * (1 - _FADES) if known else taken
+
+    def offer(self, sequence: Sequence, most: int) -> tuple[float, ...]:
+        """See `Proposer.offer`."""
+        # The draft model computes every draft but the last one.
+        most = min(most, self._most, self._max_len - len(sequence.token_ids) + 1)
+        if most <= 0:
+            return ()
+        state = self._state(sequence)
+        usual = state.rate.chance(self._shared.chance(_PRIOR, _PRIOR_WEIGHT), _PRIOR_WEIGHT)
+        return tuple(state.rates[place].chance(usual, _PLACE_WEIGHT) for place in range(most))
+
+    def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
+        """See `Proposer.drafts`; one that has too much to catch up with proposes nothing yet."""
+        state = self._state(sequence)
+        end = len(sequence.token_ids)
+        is_late = end - state.num_computed > MAX_CATCH_UP
+        work = self._work(sequence, state.num_computed + MAX_CATCH_UP if is_late else end)
+        if work is None:
+            return NO_DRAFTS
+        return Drafts(work=work if is_late else DraftWork(work.first_position, work.token_ids, num_tokens))
+
+    def catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
+        """See `Proposer.catch_up`."""
+        state = self._state(sequence)
+        return self._work(sequence, min(end_position, state.num_computed + MAX_CATCH_UP, self._max_len))
+
+    def observe(self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult) -> None:
+        """See `Proposer.observe`."""
+        if row.draft is None:
+            return
+        state = self._state(sequence)
+        num_kept = outcome.num_accepted_tokens
+        for place in range(min(outcome.num_draft_tokens, num_kept + 1)):
+            is_kept = place < num_kept
+            state.rates[place].add(is_kept=is_kept)
+            state.rate.add(is_kept=is_kept)
+            self._shared.add(is_kept=is_kept)
+        # The last draft was proposed and not computed; those that were refused are not the text's.
+        num_valid = max(0, min(num_kept, outcome.num_draft_tokens - 1))
+        state.num_computed = row.draft.end_position + num_valid
+        self._kv.mark_drafted(sequence.sequence_id, state.num_computed)
+
+    def begin(self, sequence: Sequence) -> None:
+        """See `Proposer.begin`: of the KV that it finds the draft model's part may be missing."""
+        self._state(sequence).num_computed = self._kv.num_drafted_tokens(sequence.sequence_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `Proposer.forget`."""
+        self._states.pop(sequence.sequence_id, None)
+
+    def _state(self, sequence: Sequence) -> _State:
+        state = self._states.get(sequence.sequence_id)
+        if state is None:
+            state = self._states[sequence.sequence_id] = _State(self._most)
+        return state
+
+    def _work(self, sequence: Sequence, end_position: int) -> DraftWork | None:
+        first = self._state(sequence).num_computed
+        if end_position <= first:
+            return None
+        return DraftWork(first, tuple(sequence.token_ids[first:end_position]))
