@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 _USAGE = """usage: headrace serve --model MODEL [options]   serve a model over gRPC; all options: serve --help
-       headrace pull MODEL [--cache PATH]      fetch a model into the cache folder, print where it is"""
+       headrace pull MODEL [--cache PATH]      fetch a model into the cache folder, print where it is
+       headrace token NAME [--role ROLE]       draw a bearer token, and its line for the token file"""
 _EXTRA = "pip install 'headrace[server]'"
 
 
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         # Here, so that a missing extra is said in a sentence and not by a traceback.
-        from headrace.service.commands import pull, serve  # noqa: PLC0415
+        from headrace.service.commands import pull, serve, token  # noqa: PLC0415
         from headrace.service.config import let_threads_sleep  # noqa: PLC0415
     except ModuleNotFoundError as error:
         print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
             return serve(flags)
         case ["pull", *flags]:
             return pull(flags)
+        case ["token", *flags]:
+            return token(flags)
         case ["-h" | "--help"]:
             print(_USAGE)
             return 0

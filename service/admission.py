@@ -18,7 +18,9 @@ from headrace.engine import (
     SamplingParams,
     TokenStream,
 )
+from headrace.service.auth import no_longer_welcome
 from headrace.service.convert import Start, start_from_proto
+from headrace.service.identity import Caller, current_caller
 from headrace.service.limits import Limits
 from headrace.service.options import sampling_to_proto
 from headrace.service.serving import ServedModel, Serving
@@ -49,6 +51,7 @@ class Parsed:
         label: what its client calls it.
         special_stops: stop strings that are exactly a special token's text, by the id of that token.
         deadline_s: monotonic moment past which it is ended, seconds.
+        caller: who asks.
     """
 
     label: str
@@ -58,6 +61,7 @@ class Parsed:
     special_stops: dict[int, str]
     arrival_s: float
     deadline_s: float
+    caller: Caller
     progress: Progress = field(default_factory=Progress)
 
 
@@ -88,10 +92,12 @@ def parse(
         needs_label: whether the client has to name it.
 
     Raises:
-        RpcFailure: no model is served now, or not the one that it names.
+        RpcFailure: no model is served now, or not the one that it names; its sender is no longer welcome.
         InvalidRequest: with everything that is wrong with it.
     """
-    now_s = time.monotonic()
+    now_s, caller = time.monotonic(), current_caller()
+    if not caller.is_welcome():
+        raise no_longer_welcome()
     served = serving.model()
     served.require(start.model)
     checked = start_from_proto(
@@ -109,6 +115,7 @@ def parse(
         special_stops={token_id: text for text, token_id in special_ids.items() if token_id is not None},
         arrival_s=now_s,
         deadline_s=now_s + (allowed_s if remaining_s is None else min(allowed_s, remaining_s)),
+        caller=caller,
     )
 
 
@@ -152,7 +159,8 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         n=start.n,
         best_of=start.best_of,
         priority=start.priority,
-        isolation_key=start.cache_salt,
+        isolation_key=parsed.caller.isolation_key(start.cache_salt),
+        client=parsed.caller.account,
         uses_prefix_cache=start.uses_prefix_cache,
         constraint=encoded.constraint,
     )

@@ -12,11 +12,14 @@ from pathlib import Path
 
 from headrace.engine import EngineError, resolve_model
 from headrace.service.config import InvalidConfig, default_cache_dir, environment_doubts, load_config
+from headrace.service.file_watch import UnusableFile
+from headrace.service.identity import Role, is_valid_name
 from headrace.service.lifecycle import EXIT_OK, EXIT_REFUSED, ModelSource, model_from_files
 from headrace.service.lifecycle import serve as serve_until_stopped
 from headrace.service.progress import ShownProgress
 from headrace.service.server import BindError
 from headrace.service.telemetry import configure_logging, log
+from headrace.service.tokens import append_line, entry_line, new_token, roles_from
 
 
 def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
@@ -38,7 +41,7 @@ def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
         log.warning("doubtful variable", problem=doubt)
     try:
         code = asyncio.run(serve_until_stopped(config, source))
-    except (BindError, EngineError) as error:
+    except (BindError, EngineError, UnusableFile) as error:
         code = _refused(str(error))
     except ModuleNotFoundError as error:
         code = _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
@@ -61,6 +64,37 @@ def pull(flags: Sequence[str]) -> int:
         return _refused(str(error))
     except ModuleNotFoundError as error:
         return _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
+    return EXIT_OK
+
+
+def token(flags: Sequence[str]) -> int:
+    """``headrace token``."""
+    parser = argparse.ArgumentParser(
+        "headrace token",
+        description="Draw a token for a client. The token goes to standard output, once: it is kept nowhere. "
+        "The line that lets it in goes to the file, or else to standard error.",
+    )
+    parser.add_argument("name", help="the client's name, as logs and quotas know it")
+    parser.add_argument(
+        "--role",
+        action="append",
+        choices=[str(role) for role in Role],
+        help="may be repeated (default: generate)",
+    )
+    parser.add_argument("--file", type=Path, help="token file that the line is added to")
+    arguments = parser.parse_args(flags)
+    if not is_valid_name(arguments.name) or ":" in arguments.name:
+        return _refused("the name must be 1 to 256 printable ASCII characters without a colon")
+    drawn = new_token()
+    line = entry_line(arguments.name, drawn, roles_from(arguments.role or [Role.GENERATE]))
+    if arguments.file is None:
+        print(line, file=sys.stderr)
+    else:
+        try:
+            append_line(arguments.file, line)
+        except OSError as error:
+            return _refused(f"{arguments.file}: can't be written: {error.strerror}")
+    print(drawn)
     return EXIT_OK
 
 

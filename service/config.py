@@ -33,6 +33,7 @@ from headrace.engine import (
     EngineConfig,
     ModelConfig,
 )
+from headrace.service.edge_settings import EdgeSettings
 from headrace.service.limits import Limits
 from headrace.service.scheduler_settings import SchedulerSettings
 
@@ -62,7 +63,7 @@ def default_cache_dir() -> Path:
         return Path(gettempdir()) / "headrace"
 
 
-class ServiceConfig(SchedulerSettings):
+class ServiceConfig(SchedulerSettings, EdgeSettings):
     """Serve a language model over gRPC.
 
     Each setting has three spellings: the flag --max-num-seqs, the variable HEADRACE_MAX_NUM_SEQS and, in the
@@ -90,10 +91,6 @@ class ServiceConfig(SchedulerSettings):
     config: Path | None = Field(None, description="YAML file with settings")
     cache: Path = Field(default_factory=default_cache_dir, description="folder for fetched models")
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
-    port: int = Field(50051, ge=0, le=65535, description="port for callers; 0 picks a free one")
-    control_host: str = Field("127.0.0.1", min_length=1, description="address of the operator's port")
-    control_port: int = Field(50052, ge=0, le=65535, description="port for the operator; 0 picks a free one")
     ready_file: Path | None = Field(
         None, description="file that gets the ports and the process id, as JSON, once they are bound"
     )

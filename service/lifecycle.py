@@ -31,7 +31,7 @@ from headrace.service.control import Drainer
 from headrace.service.health import Health
 from headrace.service.listening import Listener
 from headrace.service.progress import ShownProgress
-from headrace.service.server import Endpoint, make_control_server, make_public_server
+from headrace.service.server import Endpoint, Entrance, make_control_server, make_public_server
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.signals import StopSignals
 from headrace.service.telemetry import log, log_loop_fault
@@ -65,6 +65,7 @@ async def serve(config: ServiceConfig, source: ModelSource = model_from_files) -
 
     Raises:
         BindError: a port can't be had.
+        UnusableFile: a certificate, key or token file can't be taken.
         EngineError: the model can't be served.
     """
     asyncio.get_running_loop().set_exception_handler(log_loop_fault)
@@ -146,18 +147,25 @@ async def _listening(
 ) -> AsyncIterator[None]:
     """Both servers, up from here to the end of the block."""
     limits, reflects = config.limits(), config.reflection
+    callers = Entrance.guarded(config.caller_rules(), config.caller_tls())
+    operator = Entrance.guarded(config.control_rules(), config.control_tls())
+    _log_entrances(config)
     listeners = [
         Listener(
-            lambda: make_public_server(serving, health, limits, has_reflection=reflects),
+            lambda: make_public_server(serving, health, limits, has_reflection=reflects, entrance=callers),
             Endpoint(config.host, config.port),
             "--port",
             config.drain_grace_s,
+            callers.credentials,
         ),
         Listener(
-            lambda: make_control_server(serving, health, drainer, limits, has_reflection=reflects),
+            lambda: make_control_server(
+                serving, health, drainer, limits, has_reflection=reflects, entrance=operator
+            ),
             Endpoint(config.control_host, config.control_port),
             "--control-port",
             config.drain_grace_s,
+            operator.credentials,
         ),
     ]
     watching: list[asyncio.Task[None]] = []
@@ -175,6 +183,20 @@ async def _listening(
             task.cancel()
         await asyncio.gather(*(listener.stop(_FLUSH_S) for listener in listeners))
         log.info("stopped")
+
+
+def _log_entrances(config: ServiceConfig) -> None:
+    control = config.control_rules()
+    log.info(
+        "entrances",
+        tls=config.caller_tls() is not None,
+        auth=config.caller_rules().is_on,
+        control_auth=control.is_on,
+    )
+    if config.insecure:
+        log.warning("insecure: ports may be open to other machines in plain text, or to everybody")
+    if control.certificate_roles == frozenset() and not control.needs_token:
+        log.warning("nobody may enter the operator's port: give control_tls_client_ca or auth_tokens")
 
 
 def _load(config: ServiceConfig, source: ModelSource) -> LoadedModel:

@@ -25,18 +25,25 @@ class Listener:
         make: builds a server with all its services.
         endpoint: where it listens; port 0 is settled by `bind`, and then kept.
         port_flag: how the operator names the port.
+        credentials: for TLS; None is plain text.
         stream_grace_s: how long the streams of a server that fell may go on, seconds. What had reached it and
             was not taken up waits as long, then gets UNAVAILABLE: the shorter, the sooner it may come again.
     """
 
     def __init__(
-        self, make: Callable[[], grpc.aio.Server], endpoint: Endpoint, port_flag: str, stream_grace_s: float
+        self,
+        make: Callable[[], grpc.aio.Server],
+        endpoint: Endpoint,
+        port_flag: str,
+        stream_grace_s: float,
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         self._make = make
         self._port_flag = port_flag
         self._stream_grace_s = stream_grace_s
+        self._credentials = credentials
         self._server = make()
-        self.endpoint = Endpoint(endpoint.host, bind(self._server, endpoint, port_flag))
+        self.endpoint = Endpoint(endpoint.host, bind(self._server, endpoint, port_flag, credentials))
         self._fallen: list[grpc.aio.Server] = []
         self._stopping: list[asyncio.Task[None]] = []
 
@@ -68,7 +75,7 @@ class Listener:
         log.critical("a port fell and is opened again", port=self.endpoint.port)
         fresh = self._make()
         try:
-            bind(fresh, self.endpoint, self._port_flag)
+            bind(fresh, self.endpoint, self._port_flag, self._credentials)
         except BindError as error:
             # The next look tries again.
             log.critical("the port can't be opened", port=self.endpoint.port, reason=str(error))

@@ -11,13 +11,17 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace.service.auth import Authenticator, AuthRules
 from headrace.service.control import ControlServicer, Drainer
+from headrace.service.gate import Gate
 from headrace.service.generation import GenerationServicer
 from headrace.service.health import Health
+from headrace.service.identity import Role
 from headrace.service.interceptors import Guard
 from headrace.service.limits import Limits
 from headrace.service.model import ModelServicer
 from headrace.service.serving import Serving
+from headrace.service.tls import TlsFiles, server_credentials
 from headrace.v1 import (
     control_pb2,
     control_pb2_grpc,
@@ -45,11 +49,36 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How a port is entered. As it stands: in plain text, by everybody.
+
+    Args:
+        authenticator: says who calls; None lets everybody in.
+        credentials: for TLS; None is plain text.
+    """
+
+    authenticator: Authenticator | None = None
+    credentials: grpc.ServerCredentials | None = None
+
+    @classmethod
+    def guarded(cls, rules: AuthRules, tls: TlsFiles | None) -> Entrance:
+        """An entrance that keeps `rules`.
+
+        Raises:
+            UnusableFile: a certificate, key or token file can't be taken.
+        """
+        return cls(Authenticator(rules), None if tls is None else server_credentials(tls))
+
+
+OPEN = Entrance()
+
+
 def make_public_server(
-    serving: Serving, health: Health, limits: Limits, *, has_reflection: bool
+    serving: Serving, health: Health, limits: Limits, *, has_reflection: bool, entrance: Entrance = OPEN
 ) -> grpc.aio.Server:
     """The server for callers: generation, model, health."""
-    server = _make_server(limits)
+    server = _make_server(limits, entrance)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving, limits), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -59,10 +88,16 @@ def make_public_server(
 
 
 def make_control_server(
-    serving: Serving, health: Health, drainer: Drainer, limits: Limits, *, has_reflection: bool
+    serving: Serving,
+    health: Health,
+    drainer: Drainer,
+    limits: Limits,
+    *,
+    has_reflection: bool,
+    entrance: Entrance = OPEN,
 ) -> grpc.aio.Server:
     """The server for the operator: control, health."""
-    server = _make_server(limits)
+    server = _make_server(limits, entrance)
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(serving, drainer), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if has_reflection:
@@ -70,11 +105,17 @@ def make_control_server(
     return server
 
 
-def bind(server: grpc.aio.Server, endpoint: Endpoint, port_flag: str) -> int:
+def bind(
+    server: grpc.aio.Server,
+    endpoint: Endpoint,
+    port_flag: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
     """Make `server` listen.
 
     Args:
         port_flag: how the operator names the port, for the message.
+        credentials: for TLS; None is plain text.
 
     Returns:
         The port, chosen by the system if `endpoint` leaves it open.
@@ -96,6 +137,8 @@ def bind(server: grpc.aio.Server, endpoint: Endpoint, port_flag: str) -> int:
     except OSError as error:
         raise BindError(_why_not(error, endpoint, port_flag)) from error
     try:
+        if credentials is not None:
+            return server.add_secure_port(endpoint.address, credentials)
         return server.add_insecure_port(endpoint.address)
     except RuntimeError as error:
         raise BindError(f"gRPC can't listen on {endpoint.address}: {error}") from error
@@ -116,9 +159,10 @@ def _why_not(error: OSError, endpoint: Endpoint, port_flag: str) -> str:
             return f"can't listen on {endpoint.address}: {error.strerror}"
 
 
-def _make_server(limits: Limits) -> grpc.aio.Server:
+def _make_server(limits: Limits, entrance: Entrance) -> grpc.aio.Server:
+    authenticator = entrance.authenticator or Authenticator(AuthRules(Role.GENERATE))
     return grpc.aio.server(
-        interceptors=[Guard(limits.slow_reader_s)],
+        interceptors=[Gate(authenticator), Guard(limits.slow_reader_s)],
         options=[
             # Two servers on one port would share its connections at random.
             ("grpc.so_reuseport", 0),

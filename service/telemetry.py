@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +62,28 @@ def configure_logging(level: str, log_format: str) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("headrace").setLevel(level.upper())
     logging.captureWarnings(capture=True)
+
+
+class RarelyLogged:
+    """A warning that others can cause as often as they like: told once a second, and how many it stands for.
+
+    Args:
+        event: what happened.
+    """
+
+    def __init__(self, event: str) -> None:
+        self._event = event
+        self._told_s = -1.0
+        self._num_untold = 0
+
+    def log(self, **fields: str) -> None:
+        """It happened again."""
+        now_s = time.monotonic()
+        if now_s - self._told_s < 1.0:
+            self._num_untold += 1
+            return
+        log.warning(self._event, **fields, unlogged=self._num_untold)
+        self._told_s, self._num_untold = now_s, 0
 
 
 def places_of(error: BaseException) -> dict[str, object]:

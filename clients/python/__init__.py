@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.clients.client import InferenceClient as InferenceClient
     from headrace.clients.connection import ConnectionOptions as ConnectionOptions
+    from headrace.clients.connection import Tls as Tls
     from headrace.clients.control import ControlClient as ControlClient
     from headrace.clients.errors import AlreadyExists as AlreadyExists
     from headrace.clients.errors import Cancelled as Cancelled
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "InferenceClient": "client",
     "ConnectionOptions": "connection",
+    "Tls": "connection",
     "ControlClient": "control",
     "AlreadyExists": "errors",
     "Cancelled": "errors",

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from rich.console import Console
 
 from headrace.clients.client import InferenceClient
+from headrace.clients.connection import ConnectionOptions
 from headrace.clients.errors import HeadraceError, InvalidArgument, NotFound
 from headrace.clients.events import Delta, Finished, FinishReason, Model
 from headrace.clients.prompts import ChatMessage, RequestOptions
@@ -52,6 +53,7 @@ class ChatProgram:
         target: where the server listens.
         options: what every request is asked with.
         system: system message of the conversation.
+        connection: how the server is reached.
         read_line: asks for the next line; raises EOFError at the end of input, KeyboardInterrupt on Ctrl-C.
         console: where everything is shown.
     """
@@ -62,10 +64,12 @@ class ChatProgram:
         options: RequestOptions,
         *,
         system: str | None = None,
+        connection: ConnectionOptions | None = None,
         read_line: Callable[[], str] | None = None,
         console: Console | None = None,
     ) -> None:
         self._target = target
+        self._connection = connection
         self._options = options
         self._conversation = Conversation(system)
         self._console = console or Console(highlight=False)
@@ -93,7 +97,9 @@ class ChatProgram:
                 runner.run(resources.aclose())
 
     async def _open(self, resources: AsyncExitStack) -> InferenceClient:
-        client = await resources.enter_async_context(InferenceClient(self._target))
+        client = await resources.enter_async_context(
+            InferenceClient(self._target, connection=self._connection)
+        )
         model = self._choose(await client.models())
         self._note(f"{model.name} at {self._target}. /help lists commands, Ctrl-D quits.")
         return client

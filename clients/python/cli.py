@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from headrace.clients import bench_command, cli_watch
+from headrace.clients import cli_access as access
 from headrace.clients import cli_options as opt
 from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_with, hand_over, require_server, run
 
@@ -37,12 +39,20 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def root(
     *,
+    tls: access.UsesTls = False,
+    tls_ca: access.TlsCa = None,
+    tls_cert: access.TlsCert = None,
+    tls_key: access.TlsKey = None,
+    tls_server_name: access.TlsServerName = None,
+    token_file: access.TokenFile = None,
+    token: access.Token = None,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """A large language model served over gRPC: start a server, or talk to one."""
+    access.remember(access.Access(tls, tls_ca, tls_cert, tls_key, tls_server_name, token_file, token))
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
@@ -55,6 +65,12 @@ def serve(context: typer.Context) -> None:
 def pull(context: typer.Context) -> None:
     """Fetch a model into the cache folder: `headrace pull NAME`. Needs the server extra."""
     hand_over("pull", context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
+def token(context: typer.Context) -> None:
+    """Draw a bearer token for a client: `headrace token NAME --file FILE`. Needs the server extra."""
+    hand_over("token", context.args)
 
 
 @app.command(rich_help_panel="Talking to a server")
@@ -158,7 +174,7 @@ def generate(
         options=options,
         timeout_s=timeout,
     )
-    run(oneshot.ask(target, question, as_json=as_json, with_stats=stats))
+    run(oneshot.ask(target, question, access.connection(), as_json=as_json, with_stats=stats))
 
 
 @app.command(rich_help_panel="Talking to a server")
@@ -206,7 +222,7 @@ def chat(
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415
 
     try:
-        ChatProgram(target, options, system=system).run()
+        ChatProgram(target, options, system=system, connection=access.connection()).run()
     except HeadraceError as error:
         fail_with(error)
 
@@ -224,7 +240,7 @@ def health(
     from headrace.clients.events import ServingStatus  # noqa: PLC0415
 
     async def check() -> ServingStatus:
-        async with InferenceClient(target) as client:
+        async with InferenceClient(target, connection=access.connection()) as client:
             return await client.health(service, timeout_s=timeout)
 
     status = run(check())
@@ -259,6 +275,11 @@ def demo(
     except DemoFailedError as error:
         typer.echo(f"headrace: {error}", err=True)  # with the server's last lines, as they were
         raise typer.Exit(FAILED) from None
+
+
+app.command(rich_help_panel="Watching a server")(cli_watch.top)
+app.command(rich_help_panel="Watching a server")(cli_watch.timeline)
+app.command(rich_help_panel="Measuring")(bench_command.bench)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2
 
-from headrace.clients.connection import ConnectionOptions, open_channel, wait_until_connected
+from headrace.clients.connection import ConnectionOptions, Tls, open_channel, wait_until_connected
 from headrace.clients.convert import answer_from_proto, model_from_proto, score_from_proto
 from headrace.clients.events import Answer, Model, RenderedChat, Score, ServingStatus, Tokenization
 from headrace.clients.generation import GenerateCall, Generation, RpcGeneration
@@ -46,7 +46,9 @@ class InferenceClient:
 
     Args:
         target: where the server listens, "host:port" or "unix:/path".
-        credentials: for TLS; None is plain text.
+        credentials: gRPC's own, instead of `tls`; with neither it is plain text.
+        tls: how the connection is encrypted.
+        token: says who calls; in plain text it goes to a server on this machine only.
         retry: when a request is sent again.
         connection: keepalive and limits.
         rng: source of the jitter between attempts.
@@ -57,6 +59,8 @@ class InferenceClient:
         target: str = DEFAULT_TARGET,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: Tls | None = None,
+        token: str | None = None,
         retry: RetryPolicy | None = None,
         connection: ConnectionOptions | None = None,
         rng: random.Random | None = None,
@@ -64,7 +68,7 @@ class InferenceClient:
         self.target = target
         self._credentials = credentials
         self._retry = retry or RetryPolicy()
-        self._connection = connection or ConnectionOptions()
+        self._connection = (connection or ConnectionOptions()).with_access(tls, token)
         self._rng = rng or random.Random()
         self._channel: grpc.aio.Channel | None = None
 

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc
 
-from headrace.clients.errors import Unavailable
+from headrace.clients.errors import InvalidArgument, Unavailable
 from headrace.clients.retry import Attempts
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """An encrypted connection to a server whose certificate is checked.
+
+    Args:
+        ca: file of the authorities that the server's certificate may come from, PEM; None: those that gRPC
+            brings along.
+        cert, key: this client's own certificate and its key, PEM, where the server asks for one.
+        server_name: name that the server's certificate must have; None: the host of the target.
+    """
+
+    ca: Path | str | None = None
+    cert: Path | str | None = None
+    key: Path | str | None = None
+    server_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +40,31 @@ class ConnectionOptions:
         keepalive_timeout_s: no answer for this long: the connection is dead, its calls fail with
             `Unavailable`.
         max_message_bytes: longest message in either direction; Headrace's server has the same limit.
+        tls: how the connection is encrypted; None is plain text.
+        token: says who calls. In plain text it goes to a server on this machine only.
     """
 
     keepalive_time_s: float = 30.0
     keepalive_timeout_s: float = 10.0
     max_message_bytes: int = 16 * 1024 * 1024
+    tls: Tls | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def with_access(self, tls: Tls | None, token: str | None) -> ConnectionOptions:
+        """The same, with what of the two is given."""
+        return replace(self, tls=tls or self.tls, token=token or self.token)
 
 
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, options: ConnectionOptions
 ) -> grpc.aio.Channel:
-    """Open a channel to `target`, plain text without credentials. The event loop must be running."""
-    arguments: list[tuple[str, int]] = [
+    """Open a channel to `target`, plain text unless `credentials` or `options` say otherwise. The event loop
+    must be running.
+
+    Raises:
+        InvalidArgument: what `options` say of TLS or the token can't be used.
+    """
+    arguments: list[tuple[str, int | str]] = [
         ("grpc.keepalive_time_ms", round(options.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(options.keepalive_timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
@@ -49,9 +80,47 @@ def open_channel(
     ]
     if _is_local(target):
         arguments.append(("grpc.enable_http_proxy", 0))
+    if options.tls is not None and options.tls.server_name is not None:
+        arguments.append(("grpc.ssl_target_name_override", options.tls.server_name))
+    credentials = _credentials(target, credentials, options)
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=arguments)
     return grpc.aio.secure_channel(target, credentials, options=arguments)
+
+
+def _credentials(
+    target: str, given: grpc.ChannelCredentials | None, options: ConnectionOptions
+) -> grpc.ChannelCredentials | None:
+    if given is not None and options.tls is not None:
+        raise InvalidArgument("credentials and tls are both given: they say the same thing, leave one out")
+    channel = _tls_credentials(options.tls) if options.tls is not None else given
+    if options.token is None:
+        return channel
+    if not options.token.isascii() or not options.token.isprintable() or " " in options.token:
+        raise InvalidArgument("the token must be printable ASCII characters without spaces")
+    if channel is None:
+        if not _is_local(target):
+            raise InvalidArgument(
+                "a token in plain text could be read by others on its way: use TLS (tls=Tls(…), --tls)"
+            )
+        # Plain text; gRPC itself sees to it that it stays on this machine.
+        channel = grpc.local_channel_credentials()
+    return grpc.composite_channel_credentials(channel, grpc.access_token_call_credentials(options.token))
+
+
+def _tls_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    if (tls.cert is None) != (tls.key is None):
+        raise InvalidArgument("a client's certificate and its key belong together: give both, or neither")
+    return grpc.ssl_channel_credentials(*(_content(path) for path in (tls.ca, tls.key, tls.cert)))
+
+
+def _content(path: Path | str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{path}: can't be read: {error.strerror}") from None
 
 
 def _is_local(target: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Self, TypeAlias
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from headrace.clients.connection import ConnectionOptions, open_channel
+from headrace.clients.connection import ConnectionOptions, Tls, open_channel
 from headrace.clients.convert import load_from_proto, step_from_proto
 from headrace.clients.errors import error_from_rpc
 from headrace.clients.events import Load, StepReport
@@ -32,7 +32,9 @@ class ControlClient:
 
     Args:
         target: where the control port listens, "host:port" or "unix:/path".
-        credentials: for TLS; None is plain text.
+        credentials: gRPC's own, instead of `tls`; with neither it is plain text.
+        tls: how the connection is encrypted.
+        token: says who calls; in plain text it goes to a server on this machine only.
         retry: when `load` is asked again; nothing else is.
         connection: keepalive and limits.
     """
@@ -42,13 +44,15 @@ class ControlClient:
         target: str = DEFAULT_CONTROL_TARGET,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: Tls | None = None,
+        token: str | None = None,
         retry: RetryPolicy | None = None,
         connection: ConnectionOptions | None = None,
     ) -> None:
         self.target = target
         self._credentials = credentials
         self._retry = retry or RetryPolicy()
-        self._connection = connection or ConnectionOptions()
+        self._connection = (connection or ConnectionOptions()).with_access(tls, token)
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from headrace.clients.client import InferenceClient
+from headrace.clients.connection import ConnectionOptions
 from headrace.clients.errors import NotFound
 from headrace.clients.events import Accepted, Answer, Completion, Delta, Finished, TokenLogprob, TokenLogprobs
 from headrace.clients.prompts import ChatMessage, Prompt, RequestOptions
@@ -30,13 +31,20 @@ class Question:
     timeout_s: float | None
 
 
-async def ask(target: str, question: Question, *, as_json: bool, with_stats: bool) -> None:
+async def ask(
+    target: str,
+    question: Question,
+    connection: ConnectionOptions | None = None,
+    *,
+    as_json: bool,
+    with_stats: bool,
+) -> None:
     """Print the answer as it is made, or whole as JSON.
 
     Raises:
         HeadraceError: the request failed.
     """
-    async with InferenceClient(target) as client:
+    async with InferenceClient(target, connection=connection) as client:
         prompt = await _prompt(client, question)
         if as_json:
             answer = await client.generate_once(prompt, timeout_s=question.timeout_s, **question.options)

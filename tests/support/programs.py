@@ -7,7 +7,7 @@ import os
 import pty
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -31,18 +31,30 @@ class Outcome:
     err: str
 
 
-async def run_headrace(*arguments: str, stdin: str = "", program: tuple[str, ...] = HEADRACE) -> Outcome:
-    """Run to the end."""
-    process = await start_headrace(*arguments, program=program)
+async def run_headrace(
+    *arguments: str,
+    stdin: str = "",
+    program: tuple[str, ...] = HEADRACE,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run to the end.
+
+    Args:
+        environment: variables beside the usual ones.
+    """
+    process = await start_headrace(*arguments, program=program, environment=environment)
     out, err = await process.communicate(stdin.encode())
     assert process.returncode is not None
     return Outcome(process.returncode, out.decode(), err.decode())
 
 
-async def start_headrace(*arguments: str, program: tuple[str, ...] = HEADRACE) -> Process:
+async def start_headrace(
+    *arguments: str, program: tuple[str, ...] = HEADRACE, environment: Mapping[str, str] | None = None
+) -> Process:
     """Start with its standard streams on pipes."""
+    variables = {**_environment(), **(environment or {})}
     return await asyncio.create_subprocess_exec(
-        *program, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=_environment()
+        *program, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables
     )
 
 

@@ -20,7 +20,7 @@ from headrace.engine.scheduling.plan import StepPlan
 from headrace.service.control import Drainer
 from headrace.service.health import Health
 from headrace.service.limits import Limits
-from headrace.service.server import Endpoint, bind, make_control_server, make_public_server
+from headrace.service.server import OPEN, Endpoint, Entrance, bind, make_control_server, make_public_server
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.text import TextWorkers
 from headrace.v1.control_pb2_grpc import ControlServiceStub
@@ -76,6 +76,7 @@ class RunningService:
     serving: Serving
     health: Health
     address: str
+    control_address: str
     generation: GenerationServiceStub
     model: ModelServiceStub
     control: ControlServiceStub
@@ -97,19 +98,25 @@ async def running_service(
     *,
     opens: bool = True,
     lame_duck_s: float = 0.0,
+    entrance: Entrance = OPEN,
+    control_entrance: Entrance = OPEN,
 ) -> AsyncIterator[RunningService]:
     """A service on a free port, its channels open; everything is closed at the end.
 
     Args:
         opens: whether it serves, or stands as during a load.
+        entrance, control_entrance: how its ports are entered; the stubs come in plain text and without a name.
     """
     limits = limits or Limits()
     health, serving = await Health.start(), Serving()
     drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
-    public = make_public_server(serving, health, limits, has_reflection=True)
-    control = make_control_server(serving, health, drainer, limits, has_reflection=True)
-    address = f"127.0.0.1:{bind(public, LOOPBACK, '--port')}"
-    control_address = f"127.0.0.1:{bind(control, LOOPBACK, '--control-port')}"
+    public = make_public_server(serving, health, limits, has_reflection=True, entrance=entrance)
+    control = make_control_server(
+        serving, health, drainer, limits, has_reflection=True, entrance=control_entrance
+    )
+    address = f"127.0.0.1:{bind(public, LOOPBACK, '--port', entrance.credentials)}"
+    control_port = bind(control, LOOPBACK, "--control-port", control_entrance.credentials)
+    control_address = f"127.0.0.1:{control_port}"
     await public.start()
     await control.start()
     texts = TextWorkers(2, limits)
@@ -126,6 +133,7 @@ async def running_service(
                 serving=serving,
                 health=health,
                 address=address,
+                control_address=control_address,
                 generation=GenerationServiceStub(channel),
                 model=ModelServiceStub(channel),
                 control=ControlServiceStub(control_channel),
@@ -162,8 +170,13 @@ def make_start(
 class RawSession:
     """A Session as a client in any language speaks it."""
 
-    def __init__(self, generation: GenerationServiceStub, timeout_s: float | None = None) -> None:
-        self.call: SessionCall = generation.Session(timeout=timeout_s)
+    def __init__(
+        self,
+        generation: GenerationServiceStub,
+        timeout_s: float | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.call: SessionCall = generation.Session(timeout=timeout_s, metadata=tuple(metadata))
         self.events: dict[str, list[GenerationEvent]] = {}
 
     async def start(self, *starts: StartGeneration) -> None:

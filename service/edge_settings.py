@@ -1,0 +1,128 @@
+"""Settings of the service's edge: who may enter, how much each client may ask for, what is shown of it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings
+
+from headrace.service.auth import AuthRules
+from headrace.service.identity import Role
+from headrace.service.jwt_rules import JwtRules
+from headrace.service.tls import TlsFiles
+
+
+class EdgeSettings(BaseSettings):
+    """Part of `ServiceConfig`."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(50051, ge=0, le=65535, description="port for callers; 0 picks a free one")
+    control_host: str = Field("127.0.0.1", min_length=1, description="address of the operator's port")
+    control_port: int = Field(50052, ge=0, le=65535, description="port for the operator; 0 picks a free one")
+
+    tls_cert: Path | None = Field(
+        None,
+        description="the server's certificate, PEM, read anew when it changes; TLS on every port of gRPC",
+    )
+    tls_key: Path | None = Field(None, description="its private key, PEM")
+    tls_client_ca: Path | None = Field(
+        None, description="authorities of the certificates that callers have to show, PEM"
+    )
+    control_tls_client_ca: Path | None = Field(
+        None, description="the same for the operator's port; unset: the callers' authorities"
+    )
+    auth_tokens: Path | None = Field(
+        None, description="file of bearer tokens, name:sha256$HEX[:roles] a line, read anew when it changes"
+    )
+    jwt_jwks: Path | None = Field(
+        None, description="JSON Web Key Set with public keys that sign tokens, read anew when it changes"
+    )
+    jwt_issuer: str = Field("", description="the iss that signed tokens must have")
+    jwt_audience: str = Field("", description="the aud that signed tokens must have")
+    jwt_roles_claim: str = Field(
+        "roles", min_length=1, description="claim that lists a signed token's roles; without it: generate"
+    )
+    auth_health: bool = Field(False, description="whether health, too, is told only to who may enter")
+    insecure: bool = Field(
+        False, description="whether a port may be open to other machines without TLS, or to everybody"
+    )
+
+    @model_validator(mode="after")
+    def _lets_in_whom_it_means_to(self) -> Self:
+        problems = [*self._incomplete(), *self._too_open()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def tls(self, client_ca: Path | None) -> TlsFiles | None:
+        """TLS of a port; None for plain text."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, client_ca)
+
+    def caller_tls(self) -> TlsFiles | None:
+        """TLS of the callers' port."""
+        return self.tls(self.tls_client_ca)
+
+    def control_tls(self) -> TlsFiles | None:
+        """TLS of the operator's port."""
+        return self.tls(self.control_tls_client_ca or self.tls_client_ca)
+
+    def caller_rules(self) -> AuthRules:
+        """Who may enter the callers' port."""
+        may = None if self.tls_client_ca is None else frozenset({Role.GENERATE})
+        return self._rules(Role.GENERATE, may)
+
+    def control_rules(self) -> AuthRules:
+        """Who may enter the operator's port. A caller's certificate gives no right there."""
+        may: frozenset[Role] | None = None
+        if self.control_tls_client_ca is not None:
+            may = frozenset({Role.CONTROL})
+        elif self.tls_client_ca is not None:
+            may = frozenset()
+        return self._rules(Role.CONTROL, may)
+
+    def _rules(self, role: Role, certificate_roles: frozenset[Role] | None) -> AuthRules:
+        jwt = None
+        if self.jwt_jwks is not None:
+            jwt = JwtRules(self.jwt_jwks, self.jwt_issuer, self.jwt_audience, self.jwt_roles_claim)
+        return AuthRules(role, self.auth_tokens, jwt, certificate_roles, not self.auth_health)
+
+    def _incomplete(self) -> Iterator[str]:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            yield "tls_cert and tls_key belong together: give both, or neither"
+        elif self.tls_cert is None and (self.tls_client_ca or self.control_tls_client_ca):
+            yield "tls_client_ca needs TLS: give tls_cert and tls_key, too"
+        if self.jwt_jwks is not None and not (self.jwt_issuer and self.jwt_audience):
+            yield "jwt_jwks needs jwt_issuer and jwt_audience: else tokens for other services would open this"
+        if self.jwt_jwks is None and (self.jwt_issuer or self.jwt_audience):
+            yield "jwt_issuer and jwt_audience mean nothing without jwt_jwks"
+
+    def _too_open(self) -> Iterator[str]:
+        if self.insecure:
+            return
+        for flag, host, rules in (
+            ("host", self.host, self.caller_rules()),
+            ("control_host", self.control_host, self.control_rules()),
+        ):
+            lacks = [*([] if self.tls_cert else ["TLS (tls_cert, tls_key)"])]
+            lacks += [] if rules.is_on else ["authentication (auth_tokens, jwt_jwks or tls_client_ca)"]
+            if lacks and not is_loopback(host):
+                yield (
+                    f"{flag} {host!r} is open to other machines without {' and '.join(lacks)}: give it, "
+                    "listen on 127.0.0.1, or set insecure where something in front of it does that"
+                )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

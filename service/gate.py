@@ -1,0 +1,117 @@
+"""The first interceptor of a port: no RPC of any kind comes past it without having shown who calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+import grpc
+from grpc_status import rpc_status
+
+from headrace.service.auth import Admittance, Authenticator
+from headrace.service.identity import Caller, acting_for
+from headrace.service.interceptors import Context, Handler
+from headrace.service.status import RpcFailure
+from headrace.service.telemetry import RarelyLogged
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Denies by default: unknown methods, reflection and health included, as far as `authenticator` says.
+
+    A refused RPC is answered before its messages are decoded.
+    """
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        self._refusals = RarelyLogged("caller refused")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Let one RPC in, or give it a handler that refuses."""
+        method: str = handler_call_details.method
+        metadata = tuple(handler_call_details.invocation_metadata or ())
+        admittance: Admittance | None = Admittance(None)
+        if not self._authenticator.is_open(method):
+            try:
+                admittance = self._authenticator.by_metadata(metadata)
+            except RpcFailure as failure:
+                return self._refusing(failure, method)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None if admittance is not None else self._refusing(_unknown_method(), method)
+        traceparent = next((value for key, value in metadata if key == "traceparent"), "")
+        return self._entered(handler, method, admittance, traceparent if isinstance(traceparent, str) else "")
+
+    def _entered(
+        self, handler: Handler, method: str, admittance: Admittance | None, traceparent: str
+    ) -> Handler:
+        """The handler, run for its caller."""
+
+        def wrapped(respond: Callable[..., Any]) -> Callable[..., Any]:
+            async def entered(request: Any, context: Context) -> Any:
+                try:
+                    known = admittance or self._authenticator.by_certificate(_peer_of(context))
+                except RpcFailure as failure:
+                    await self._refuse(context, failure, method)
+                caller = Caller(known.identity, _host_of(context.peer()), traceparent, known.is_current)
+                with acting_for(caller):
+                    return await _outcome(respond(request, context), context)
+
+            return entered
+
+        coders: dict[str, Any] = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(wrapped(handler.unary_unary), **coders)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(wrapped(handler.unary_stream), **coders)
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(wrapped(handler.stream_stream), **coders)
+        raise AssertionError(f"{method}: no method of ours takes a stream and gives one message")
+
+    def _refusing(self, failure: RpcFailure, method: str) -> Handler:
+        """Fits every kind of RPC; the messages stay the bytes that they came as."""
+
+        async def refuse(requests: Any, context: Context) -> None:
+            await self._refuse(context, failure, method)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def _refuse(self, context: Context, failure: RpcFailure, method: str) -> NoReturn:
+        self._refusals.log(reason=failure.reason, method=method[:128], peer=_host_of(context.peer()))
+        await context.abort_with_status(rpc_status.to_status(failure.to_status()))
+        raise AssertionError("abort_with_status always raises")
+
+
+async def _outcome(response: Any, context: Context) -> Any:
+    """What a handler of either kind answers: a message to await, or messages to write."""
+    if not inspect.isasyncgen(response):
+        return await response
+    async with aclosing(response) as messages:
+        async for message in messages:
+            await context.write(message)
+    return None
+
+
+def _unknown_method() -> RpcFailure:
+    return RpcFailure(
+        grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", "no such method is served at this port"
+    )
+
+
+def _peer_of(context: Context) -> dict[str, list[bytes]]:
+    return {str(key): list(values) for key, values in context.auth_context().items()}
+
+
+def _host_of(peer: str) -> str:
+    """The address in what gRPC calls a peer, such as ipv4:10.0.0.7:41234 or ipv6:%5B::1%5D:41234."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else address

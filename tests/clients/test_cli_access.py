@@ -1,0 +1,56 @@
+"""How the command line reaches a server that does not let everybody in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.clients import InvalidArgument
+from headrace.clients.connection import ConnectionOptions, Tls, open_channel
+from headrace.service.auth import AuthRules
+from headrace.service.identity import Role
+from headrace.service.server import Entrance
+from headrace.service.tls import TlsFiles
+from headrace.service.tokens import entry_line
+from tests.support.certificates import Authority
+from tests.support.programs import run_headrace
+from tests.support.service import running_service
+
+TOKEN = "hr_the-right-token"
+
+
+async def test_a_token_and_an_authority_open_an_encrypted_port(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server, own = authority.issue("server"), authority.issue("own")
+    tokens, mine = tmp_path / "tokens", tmp_path / "mine"
+    tokens.write_text(entry_line("alice", TOKEN, frozenset({Role.GENERATE})))
+    mine.write_text(TOKEN + "\n")
+    entrance = Entrance.guarded(
+        AuthRules(Role.GENERATE, tokens, certificate_roles=frozenset(), health_is_open=False),
+        TlsFiles(server.cert, server.key, authority.cert),
+    )
+    reach = ("--tls-ca", str(authority.cert), "--tls-cert", str(own.cert), "--tls-key", str(own.key))
+    async with running_service(entrance=entrance) as service:
+        asked = ("generate", "to be", "--raw", "-n", "3", "-t", service.address)
+        good = await run_headrace(*reach, "--token-file", str(mine), *asked)
+        assert (good.status, good.err) == (0, "")
+        refused = await run_headrace(*reach, *asked)
+        assert refused.status == 1
+        assert "authorization: Bearer" in refused.err
+        checked = await run_headrace(
+            *reach, "health", "-t", service.address, "--timeout", "20", environment={"HEADRACE_TOKEN": TOKEN}
+        )
+        assert (checked.status, checked.out) == (0, "SERVING\n")
+
+
+async def test_what_can_not_be_used_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="could be read by others"):
+        open_channel("example.com:1", None, ConnectionOptions(token=TOKEN))
+    with pytest.raises(InvalidArgument, match="belong together"):
+        open_channel("127.0.0.1:1", None, ConnectionOptions(tls=Tls(cert=tmp_path / "x")))
+    with pytest.raises(InvalidArgument, match="can't be read"):
+        open_channel("127.0.0.1:1", None, ConnectionOptions(tls=Tls(ca=tmp_path / "nowhere")))
+    with pytest.raises(InvalidArgument, match="printable"):
+        open_channel("127.0.0.1:1", None, ConnectionOptions(token="new\nline"))
+    assert TOKEN not in repr(ConnectionOptions(token=TOKEN))
