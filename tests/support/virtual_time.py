@@ -1,4 +1,4 @@
-"""An engine in virtual time: what minutes of load do to latencies is known in seconds, and always the same."""
+"""An engine in virtual time: what minutes of load do to latencies takes seconds, and is always the same."""
 
 from __future__ import annotations
 
