@@ -152,7 +152,12 @@ class EngineCore:
                 leader=leader,
             )
             leader = leader or sequence
-            text = OutputText(self._tokenizer, request.output, request.stop)
+            text = OutputText(
+                self._tokenizer,
+                request.output,
+                request.stop,
+                is_constrained=request.constraint is not None,
+            )
             live.open[index] = self._by_sequence[sequence.sequence_id] = LiveSequence(sequence, text, live)
             self._scheduler.add(sequence)
 

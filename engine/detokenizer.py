@@ -22,9 +22,14 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: the model's.
         skip_special_tokens: whether special tokens are left out.
+        keeps_first_space: whether a space at the beginning is told although the tokenizer's decode would drop
+            it, as that of a vocabulary that puts a space before every text does. Then the deltas are what the
+            tokens spell.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, keeps_first_space: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # A byte-level vocabulary spells bytes, whatever stands beside a token: they are decoded as they come.
@@ -35,6 +40,10 @@ class IncrementalDetokenizer:
         self._num_told = 0
         self._told = ""
         self._is_in_byte_run = False
+        if keeps_first_space and not _spells_bytes(tokenizer):
+            # Behind a letter no space is the first one.
+            self._window = tokenizer.encode("a", add_special_tokens=False)[-1:]
+            self._num_told, self._told = len(self._window), self._decode(self._window)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add ids, get the text that is certain now."""
@@ -76,3 +85,8 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+
+def _spells_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether the bytes of every id are known: then no decode drops anything."""
+    return tokenizer.token_bytes(0) is not None

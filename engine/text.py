@@ -17,15 +17,28 @@ class OutputText:
         tokenizer: the model's.
         output: whether text is wanted, and how special tokens are shown.
         stop: which stop strings end it, and whether a stop is left in.
+        is_constrained: whether somebody counts on every character that the tokens spell, the first one, too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, output: OutputParams, stop: StopConditions) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        output: OutputParams,
+        stop: StopConditions,
+        *,
+        is_constrained: bool = False,
+    ) -> None:
         self._is_told = output.wants_text
         self._is_stop_included = stop.is_stop_included
         self._stops = StopStrings(stop.strings, is_included=stop.is_stop_included) if stop.strings else None
         # Stop strings are searched in the text even when nobody wants to see it.
         self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, skip_special_tokens=output.skip_special_tokens)
+            IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=output.skip_special_tokens,
+                # With an echo the first space is the prompt's.
+                keeps_first_space=is_constrained and not output.is_echoed,
+            )
             if output.wants_text or stop.strings
             else None
         )

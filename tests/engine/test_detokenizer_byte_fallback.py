@@ -36,6 +36,9 @@ class PieceTokenizer(FakeTokenizer):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return piece_tokenizer().decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return piece_tokenizer().encode(text, add_special_tokens=add_special_tokens).ids
+
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> None:
         return None
 
@@ -71,6 +74,21 @@ def test_joined_deltas_equal_the_whole_decode(runs_of_ids, skip, data):
         rest = rest[cut:]
     deltas.append(detokenizer.flush())
     assert "".join(deltas) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@given(st.lists(runs, max_size=6))
+def test_where_the_first_space_is_kept_the_deltas_are_what_the_tokens_add_to_a_text(runs_of_ids):
+    token_ids = [token_id for run in runs_of_ids for token_id in run]
+    detokenizer = IncrementalDetokenizer(PieceTokenizer(), keeps_first_space=True)
+    deltas = [detokenizer.push([token_id]) for token_id in token_ids]
+    behind = piece_tokenizer().decode([*ids_of("b"), *token_ids], skip_special_tokens=True)
+    assert "b" + "".join(deltas) + detokenizer.flush() == behind
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_first_space_is_told_where_it_is_kept(keeps):
+    detokenizer = IncrementalDetokenizer(PieceTokenizer(), keeps_first_space=keeps)
+    assert detokenizer.push(ids_of("▁a", "▁a")) + detokenizer.flush() == (" a a" if keeps else "a a")
 
 
 @pytest.mark.parametrize(
