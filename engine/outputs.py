@@ -210,6 +210,50 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyClass:
+    """What is promised to a priority class, and how it is kept. Only sequences with a token count.
+
+    Args:
+        priority: None for all classes that have no targets of their own.
+        tpot_s, ttft_s: the targets; None promises nothing.
+        is_attainable: whether the targets can be kept at all, with a single sequence running.
+        num_sequences: that have ended since the start.
+        num_over_tpot, num_over_ttft: those of them that missed the target of their time.
+        attained_tpot_p95_s, attained_ttft_p95_s: 95 in 100 of the last 256 were not above it; None before
+            there is one.
+    """
+
+    priority: int | None
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+    is_attainable: bool = True
+    num_sequences: int = 0
+    num_over_tpot: int = 0
+    num_over_ttft: int = 0
+    attained_tpot_p95_s: float | None = None
+    attained_ttft_p95_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyStatus:
+    """The latency budget.
+
+    Args:
+        classes: all that have targets of their own, after the one for everybody else.
+        predicted_step_s: what a step that decodes everything that runs now is expected to take.
+        predicted_ttft_s: what a short request that came now would have to wait for its first token.
+        num_steps_over: steps since the start that took longer than the targets left them.
+        num_late: sequences that wait and can't have their first token in time any more.
+    """
+
+    classes: tuple[LatencyClass, ...] = (LatencyClass(None),)
+    predicted_step_s: float = 0.0
+    predicted_ttft_s: float = 0.0
+    num_steps_over: int = 0
+    num_late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """The engine's load now."""
 
@@ -217,3 +261,4 @@ class Load:
     num_waiting: int
     blocks: BlockCounts
     totals: StepTotals
+    latency: LatencyStatus = LatencyStatus()

@@ -1,0 +1,63 @@
+"""What was attained of what was promised: figures of the sequences that have ended, class by class."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from headrace.engine.config import LatencyTargets
+from headrace.engine.outputs import LatencyClass
+from headrace.engine.sequence import Sequence
+
+_NUM_RECENT = 256
+
+
+class ClassRecord:
+    """The figures of one priority class."""
+
+    def __init__(self) -> None:
+        self._tpots_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._ttfts_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._num_sequences = 0
+        self._num_over_tpot = 0
+        self._num_over_ttft = 0
+
+    def note(self, sequence: Sequence, targets: LatencyTargets) -> None:
+        """Take in a sequence that has ended, with or without a token.
+
+        Args:
+            targets: what was promised to it.
+        """
+        first_s, last_s = sequence.first_token_s, sequence.last_token_s
+        if first_s is None or last_s is None:
+            return
+        self._num_sequences += 1
+        ttft_s = first_s - sequence.arrival_s
+        self._ttfts_s.append(ttft_s)
+        self._num_over_ttft += targets.ttft_s is not None and ttft_s > targets.ttft_s
+        num_gaps = sequence.num_output_tokens - 1
+        if num_gaps > 0:
+            tpot_s = (last_s - first_s) / num_gaps
+            self._tpots_s.append(tpot_s)
+            self._num_over_tpot += targets.tpot_s is not None and tpot_s > targets.tpot_s
+
+    def told(self, priority: int | None, targets: LatencyTargets, *, is_attainable: bool) -> LatencyClass:
+        """The figures as they stand."""
+        return LatencyClass(
+            priority=priority,
+            tpot_s=targets.tpot_s,
+            ttft_s=targets.ttft_s,
+            is_attainable=is_attainable,
+            num_sequences=self._num_sequences,
+            num_over_tpot=self._num_over_tpot,
+            num_over_ttft=self._num_over_ttft,
+            attained_tpot_p95_s=_p95(self._tpots_s),
+            attained_ttft_p95_s=_p95(self._ttfts_s),
+        )
+
+
+def _p95(values: Iterable[float]) -> float | None:
+    """Nearest rank."""
+    ordered = sorted(values)
+    return ordered[math.ceil(0.95 * len(ordered)) - 1] if ordered else None
