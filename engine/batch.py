@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionMetadata
 from headrace.engine.errors import IntegrityError
 from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.upload import upload
 
 _CPU = torch.device("cpu")
 
@@ -69,9 +70,9 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
     block_of_token = block_table[row_of_token, positions // block_size].astype(np.int64)
 
     def tensor(array: NDArray[np.int64] | NDArray[np.int32], dtype: type[np.int32 | np.int64]) -> Tensor:
-        return torch.from_numpy(array.astype(dtype, copy=False)).to(device, non_blocking=True)
+        return torch.from_numpy(array.astype(dtype, copy=False))
 
-    return ModelInput(
+    batch = ModelInput(
         input_ids=tensor(
             np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, num_tokens), np.int64
         ),
@@ -88,6 +89,30 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
         logits_rows=tensor(_logits_rows(plan, cu_seqlens_q[1:]), np.int64),
         prompt_rows=tensor(_prompt_rows(plan, cu_seqlens_q), np.int64),
     )
+    return batch if device.type == "cpu" else uploaded(batch, device)
+
+
+def uploaded(batch: ModelInput, device: torch.device) -> ModelInput:
+    """The same on a device, brought there in one copy that nobody waits for."""
+    attention = batch.attention
+    there = upload(
+        (
+            batch.input_ids,
+            batch.positions,
+            batch.logits_rows,
+            batch.prompt_rows,
+            attention.slot_mapping,
+            attention.block_table,
+            attention.seq_lens,
+            attention.cu_seqlens_q,
+            attention.cu_seqlens_k,
+        ),
+        device,
+    )
+    input_ids, positions, logits_rows, prompt_rows, slot_mapping, table, seq_lens, cu_q, cu_k = there
+    longest = attention.max_query_len, attention.max_seq_len
+    metadata = AttentionMetadata(slot_mapping, table, seq_lens, cu_q, cu_k, *longest)
+    return ModelInput(input_ids, positions, metadata, logits_rows, prompt_rows)
 
 
 def _logits_rows(plan: StepPlan, ends: NDArray[np.int64]) -> NDArray[np.int64]:

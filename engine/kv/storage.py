@@ -20,9 +20,13 @@ from headrace.engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 DEFAULT_MEMORY_FRACTION = 0.4
 """Of what is free once the weights are read: the rest is for activations and for everybody else."""
 _LEAST_USEFUL_TOKENS = 256
+_BLOCK_SIZES = {"cpu": 4, "cuda": 256}
+"""Small blocks waste little; the paged kernels of GPUs take multiples of 256 alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ class KVStorage:
             wanted = _gib(layout.num_blocks * layout.block_size * shape.bytes_per_token)
             raise ConfigError(
                 f"the KV pool of {layout.num_blocks} blocks takes {wanted}, which {device} does not give: "
-                "lower the KV memory or the number of blocks"
+                "lower the KV memory (--kv-memory), the number of blocks (--num-blocks) or, on a GPU, "
+                "--gpu-memory-utilization"
             ) from error
 
     @property
@@ -80,22 +85,36 @@ class KVStorage:
         return self.key[index], self.value[index]
 
 
+def block_size_for(cache: CacheConfig, device: torch.device) -> int:
+    """Tokens per block: as configured, else what suits the device."""
+    return _BLOCK_SIZES[device.type] if cache.block_size is None else cache.block_size
+
+
 def resolve_layout(
-    cache: CacheConfig, shape: KVShape, *, max_num_seqs: int, max_model_len: int, available_bytes: int
+    cache: CacheConfig,
+    shape: KVShape,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    available_bytes: int,
+    device: torch.device = _CPU,
 ) -> CacheLayout:
     """Decide how many blocks there are.
 
-    `cache.num_blocks` if it is given; else what `cache.memory_bytes` holds; else as many as `max_num_seqs`
-    sequences of `max_model_len` tokens need, within a part of what is free. A pool smaller than one
-    sequence of `max_model_len` is fine: a request that can't fit is refused by itself.
+    `cache.num_blocks` if it is given; else what `cache.memory_bytes` holds; else, on a GPU, all that may be
+    taken, and on a CPU as many as `max_num_seqs` sequences of `max_model_len` tokens need, within a part of
+    what is free. A pool smaller than one sequence of `max_model_len` is fine: a request that can't fit is
+    refused by itself.
 
     Args:
         available_bytes: memory that may be taken now, the weights being in place.
+        device: where the pool will be.
 
     Raises:
         ConfigError: the wanted pool doesn't fit, or no useful pool does; it says how much there is.
     """
-    block_bytes = cache.block_size * shape.bytes_per_token
+    block_size = block_size_for(cache, device)
+    block_bytes = block_size * shape.bytes_per_token
     if cache.num_blocks is not None:
         num_usable = cache.num_blocks
         wanted_by = f"num_blocks={num_usable}"
@@ -104,13 +123,28 @@ def resolve_layout(
         wanted_by = f"memory_bytes={cache.memory_bytes}"
         if num_usable < 1:
             raise ConfigError(
-                f"{wanted_by} holds no block of {cache.block_size} tokens beside the null block: "
+                f"{wanted_by} holds no block of {block_size} tokens beside the null block: "
                 f"give at least {2 * block_bytes}, or a smaller block_size"
             )
     else:
-        num_usable = _default_num_usable(cache, block_bytes, max_num_seqs, max_model_len, available_bytes)
+        least = math.ceil(min(max_model_len, _LEAST_USEFUL_TOKENS) / block_size)
+        if device.type == "cpu":
+            needed = max_num_seqs * math.ceil(max_model_len / block_size)
+            affordable = int(available_bytes * DEFAULT_MEMORY_FRACTION) // block_bytes - 1
+            part = f", of which the KV pool takes {DEFAULT_MEMORY_FRACTION:.0%}"
+        else:
+            needed = affordable = available_bytes // block_bytes - 1
+            part = " beside weights and activations"
+        if affordable < least:
+            raise ConfigError(
+                f"{_gib(available_bytes)} are free{part}: too little for one sequence of "
+                f"{least * block_size} tokens, which takes {_gib(least * block_bytes)}. Free memory, take a "
+                "smaller model, or set the KV memory yourself (--kv-memory; on a GPU also "
+                "--gpu-memory-utilization and --max-num-batched-tokens)"
+            )
+        num_usable = min(needed, affordable)
         wanted_by = "the default size"
-    layout = CacheLayout(num_usable + 1, cache.block_size)
+    layout = CacheLayout(num_usable + 1, block_size)
     pool_bytes = layout.num_blocks * block_bytes
     if pool_bytes > available_bytes:
         raise ConfigError(
@@ -137,21 +171,6 @@ def available_memory(device: torch.device) -> int:
     free = psutil.virtual_memory().available
     group_free = control_group_free(Path("/sys/fs/cgroup"))
     return free if group_free is None else min(free, group_free)
-
-
-def _default_num_usable(
-    cache: CacheConfig, block_bytes: int, max_num_seqs: int, max_model_len: int, available_bytes: int
-) -> int:
-    needed = max_num_seqs * math.ceil(max_model_len / cache.block_size)
-    affordable = int(available_bytes * DEFAULT_MEMORY_FRACTION) // block_bytes - 1
-    least = math.ceil(min(max_model_len, _LEAST_USEFUL_TOKENS) / cache.block_size)
-    if affordable < least:
-        raise ConfigError(
-            f"{_gib(available_bytes)} are free, of which the KV pool takes {DEFAULT_MEMORY_FRACTION:.0%}: "
-            f"too little for one sequence of {least * cache.block_size} tokens, which takes "
-            f"{_gib(least * block_bytes)}. Free memory, take a smaller model, or set the KV memory yourself"
-        )
-    return min(needed, affordable)
 
 
 def control_group_free(root: Path) -> int | None:

@@ -14,6 +14,7 @@ from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.models.forward import ForwardModel
+from headrace.engine.runner.cuda_graphs import DecodeGraphs
 from headrace.engine.runner.results import StepTables, to_result
 from headrace.engine.runner.verification import draw_places, masks_of
 from headrace.engine.sampling.constraint import RowMask
@@ -37,6 +38,7 @@ class ModelRunner:
         model: computes logits.
         attention: over the KV pool of `layout`.
         draft_model: makes the drafts that a plan asks for.
+        graphs: run the steps that were captured; the others run as ever.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class ModelRunner:
         attention: AttentionBackend,
         layout: CacheLayout,
         draft_model: DraftModel | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model: ForwardModel | None = model
         self._attention: AttentionBackend | None = attention
         self._draft_model = draft_model
+        self._graphs = graphs
         self._block_size = layout.block_size
 
     @torch.inference_mode()
@@ -60,15 +64,26 @@ class ModelRunner:
         proposals = self._propose(plan)
         plan = proposals.plan
         propose_s = time.perf_counter() - started_s
-        batch = build_batch(plan, self._block_size, self._model.device)
-        step = self._attention.begin_step(batch.attention)
-        is_prompt_told = batch.prompt_rows.shape[0] > 0
-        rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows
-        hidden = self._model.hidden(batch.input_ids, batch.positions, step, rows)
-        num_places = batch.logits_rows.shape[0]
+        hidden, num_places = self._forward(self._model, self._attention, plan)
+        is_prompt_told = hidden.shape[0] > num_places
         drawn = _draw(self._model, hidden[:num_places], proposals) if num_places else StepTables()
         prompt = _tell_prompts(self._model, hidden[num_places:], plan) if is_prompt_told else ()
         return replace(to_result(plan, replace(drawn, prompt=prompt)), propose_s=propose_s)
+
+    def _forward(
+        self, model: ForwardModel, attention: AttentionBackend, plan: StepPlan
+    ) -> tuple[Tensor, int]:
+        """Hidden states of the places that are drawn from, then of those before told prompt tokens; and how
+        many of the first there are."""
+        if self._graphs is not None:
+            hidden = self._graphs.hidden(plan)
+            if hidden is not None:
+                return hidden, hidden.shape[0]
+        batch = build_batch(plan, self._block_size, model.device)
+        step = attention.begin_step(batch.attention)
+        is_prompt_told = batch.prompt_rows.shape[0] > 0
+        rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows
+        return model.hidden(batch.input_ids, batch.positions, step, rows), batch.logits_rows.shape[0]
 
     def _propose(self, plan: StepPlan) -> Proposals:
         if all(row.draft is None for row in plan.rows):
@@ -103,7 +118,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._model = self._attention = self._draft_model = None
+        if self._graphs is not None:
+            self._graphs.release()
+        self._model = self._attention = self._draft_model = self._graphs = None
 
 
 def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTables:

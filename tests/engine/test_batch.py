@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine.attention.backend import AttentionMetadata
-from headrace.engine.batch import build_batch
+from headrace.engine.batch import build_batch, uploaded
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.storage import KVShape, KVStorage
@@ -68,6 +68,20 @@ def test_types_are_those_of_the_kernels() -> None:
 
     assert {t.dtype for t in (batch.input_ids, batch.positions, batch.logits_rows)} == {torch.int64}
     check_metadata(batch.attention, make_storage(2, 4))
+
+
+def test_what_goes_to_a_device_keeps_its_place_and_its_contract() -> None:
+    plan = StepPlan(0, (make_row(0, 0, (10, 11, 12), (1,)), make_row(1, 8, (30,), (2, 3, 4))))
+    batch = build_batch(plan, block_size=4)
+
+    there = uploaded(batch, torch.device("cpu"))
+
+    check_metadata(there.attention, make_storage(5, 4))
+    for name in ("input_ids", "positions", "logits_rows", "prompt_rows"):
+        assert torch.equal(getattr(there, name), getattr(batch, name))
+    for name in ("slot_mapping", "block_table", "seq_lens", "cu_seqlens_q", "cu_seqlens_k"):
+        assert torch.equal(getattr(there.attention, name), getattr(batch.attention, name))
+    assert (there.attention.max_query_len, there.attention.max_seq_len) == (3, 9)
 
 
 def test_blocks_held_ahead_stay_out_of_the_table() -> None:

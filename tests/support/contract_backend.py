@@ -37,16 +37,22 @@ class ContractCheckingBackend:
         storage: the cache that both look at.
         inner: the reference backend if none is given.
         block_size_multiple: what the kernel asks of the block size; 256 for flash-attn 2.
+        dtypes: types to take in place of those that `inner` names: an emulated kernel may know more.
     """
 
     def __init__(
-        self, storage: KVStorage, inner: AttentionBackend | None = None, *, block_size_multiple: int = 1
+        self,
+        storage: KVStorage,
+        inner: AttentionBackend | None = None,
+        *,
+        block_size_multiple: int = 1,
+        dtypes: frozenset[torch.dtype] | None = None,
     ) -> None:
         self._storage = storage
         self._inner = ReferenceBackend(storage) if inner is None else inner
         self._capabilities = Capabilities(
             name="contract",
-            dtypes=self._inner.capabilities.dtypes,
+            dtypes=self._inner.capabilities.dtypes if dtypes is None else dtypes,
             block_size_multiple=block_size_multiple,
             max_head_dim=256,
             head_dim_multiple=8,
@@ -143,7 +149,6 @@ def check_metadata(metadata: AttentionMetadata, storage: KVStorage) -> None:
     require(metadata.cu_seqlens_q[0].item() == 0, "cu_seqlens_q does not begin with 0")
     require(bool((query_lens > 0).all()), "a row has no query token")
     is_padding = metadata.seq_lens == 0
-    require(not bool(is_padding.all()), "a step of padding alone computes nothing")
     require(bool((query_lens[is_padding] == 1).all()), "a row of padding has more than one query token")
     require(
         metadata.cu_seqlens_q[-1].item() == num_tokens, "cu_seqlens_q does not end at the number of tokens"

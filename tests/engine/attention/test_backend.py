@@ -115,7 +115,7 @@ BROKEN_METADATA: Mapping[str, tuple[str, Broken]] = {
     "a longest row that is too short": ("max_seq_len is below", lambda m: replace(m, max_seq_len=5)),
     "a longest row on the device": (
         "not a number of the host",
-        lambda m: replace(m, max_seq_len=m.seq_lens.max()),
+        lambda m: replace(m, max_seq_len=m.seq_lens.max()),  # type: ignore[arg-type]
     ),
     "a slot of another row": (
         "its slots are not where its table says",
