@@ -13,7 +13,16 @@ from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionSpec, AttentionStep
 from headrace.engine.models.layers import LayerNorm, Linear, Norm, RmsNorm, gated_silu, make_linear
-from headrace.engine.models.mlp import GATES, GatedMlp, MixtureOfExperts
+from headrace.engine.models.mlp import (
+    GATES,
+    Experts,
+    Gate,
+    GatedMlp,
+    GroupedExperts,
+    MixtureOfExperts,
+    Router,
+    SeparateExperts,
+)
 from headrace.engine.models.rope import order_of_coordinates, rotate_given
 from headrace.engine.models.spec import DecoderSpec, ExpertsSpec, HeadNorm, NormKind, NormSpec, layer_prefix
 from headrace.engine.native.linear import NativeLinear
@@ -190,16 +199,31 @@ class _LayerReader:
 
     def experts(self, experts: ExpertsSpec) -> MixtureOfExperts:
         names, gate = self._spec.names, GATES[self._spec.activation]
+        router = self._weights.read(f"{self._prefix}{names.router}.weight")
 
-        def each() -> Iterator[GatedMlp]:
+        def each() -> Iterator[tuple[Tensor, Tensor]]:
             for expert in range(experts.count):
-                gate_up = self.linear([name.format(expert) for name in names.expert_gate_up], has_bias=False)
-                down = self.linear((names.expert_down.format(expert),), has_bias=False)
-                yield GatedMlp(gate_up, down, gate)
+                gate_up = self._joined([name.format(expert) for name in names.expert_gate_up], "weight")
+                yield gate_up, self._joined((names.expert_down.format(expert),), "weight")
 
-        return MixtureOfExperts(
-            experts, self._weights.read(f"{self._prefix}{names.router}.weight"), list(each())
-        )
+        mlps: Experts
+        if router.is_cuda:
+            mlps = self._grouped(experts, each(), router, gate)
+        else:
+            mlps = SeparateExperts(
+                [GatedMlp(make_linear(up), make_linear(down), gate) for up, down in each()]
+            )
+        return MixtureOfExperts(experts, Router(experts, router), mlps)
+
+    def _grouped(
+        self, experts: ExpertsSpec, each: Iterator[tuple[Tensor, Tensor]], like: Tensor, gate: Gate
+    ) -> GroupedExperts:
+        """All experts' weights in two tensors of the type and device of `like`, never twice in memory."""
+        count, inner, hidden = experts.count, experts.intermediate_size, self._spec.hidden_size
+        gate_ups, downs = like.new_empty(count, 2 * inner, hidden), like.new_empty(count, hidden, inner)
+        for expert, (gate_up, down) in enumerate(each):
+            gate_ups[expert], downs[expert] = gate_up, down
+        return GroupedExperts(gate_ups, downs, gate)
 
     def _head_norm(self, gain: Tensor) -> Norm:
         norm = self._spec.norm
