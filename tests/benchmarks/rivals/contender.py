@@ -1,0 +1,144 @@
+"""One side of a comparison: something that is started, does work, and is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from headrace.clients.bench_backend import Ask, Backend, End
+from tests.benchmarks.rivals.work import Timing, Work
+
+MEBI = 1 << 20
+_STOP_GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A contender that is ready.
+
+    Args:
+        do: does work once.
+        pid: its process; children count with it.
+        start_s: from the start of the process until it took work.
+    """
+
+    do: Callable[[Work], Awaitable[list[Timing]]]
+    pid: int
+    start_s: float
+
+    def rss_mib(self) -> float:
+        """Resident memory now, of all its processes together; what they share counts for each."""
+        return sum(_rss(process) for process in _tree(self.pid)) / MEBI
+
+    def peak_mib(self) -> float:
+        """The sum of what each of its processes had resident at most."""
+        return sum(_peak_kib(process.pid) for process in _tree(self.pid)) / 1024
+
+    def cpu_s(self) -> float:
+        """Processor time used so far."""
+        return sum(sum(process.cpu_times()[:2]) for process in _tree(self.pid))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How to start it.
+
+    Args:
+        name: for the table.
+        start: starts it, for as long as the block lasts.
+    """
+
+    name: str
+    start: Callable[[], AbstractAsyncContextManager[Started]] = field(repr=False)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def _rss(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
+
+
+def _peak_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
+@asynccontextmanager
+async def process(
+    command: Sequence[str], log: Path, *, env: Mapping[str, str], wants_pipes: bool = False
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process in a group of its own, ended with the block.
+
+    Args:
+        log: file for what it writes; with pipes, for its standard error alone.
+        env: its whole environment.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    pipe = asyncio.subprocess.PIPE
+    with log.open("wb") as file:
+        started = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=pipe if wants_pipes else asyncio.subprocess.DEVNULL,
+            stdout=pipe if wants_pipes else file,
+            stderr=file,
+            env=dict(env),
+            start_new_session=True,
+            limit=1 << 24,
+        )
+    try:
+        yield started
+    finally:
+        children = _tree(started.pid)[1:] if started.returncode is None else []
+        with suppress(ProcessLookupError):
+            started.terminate()
+        try:
+            await asyncio.wait_for(started.wait(), _STOP_GRACE_S)
+        except TimeoutError:
+            started.kill()
+            await started.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def served_by(
+    backend: Backend, before: Callable[[], Awaitable[object]]
+) -> Callable[[Work], Awaitable[list[Timing]]]:
+    """Work over a protocol, timed here, at the caller.
+
+    Args:
+        before: what is done before each piece of work, untimed.
+    """
+
+    async def do(work: Work) -> list[Timing]:
+        await before()
+        async with backend.connect() as connection:
+            began_s = time.perf_counter()
+
+            async def one(prompt: tuple[int, ...], output_len: int) -> Timing:
+                first_s = last_s = 0.0
+                counted = 0
+                told: int | None = None
+                async for part in connection.ask(Ask(prompt, output_len)):
+                    if isinstance(part, End):
+                        told = part.num_tokens
+                    else:
+                        last_s = time.perf_counter() - began_s
+                        first_s = first_s or last_s
+                        counted += part.count
+                return Timing(first_s, last_s, counted if told is None else told)
+
+            return await asyncio.gather(
+                *(one(request.prompt, request.output_len) for request in work.requests)
+            )
+
+    return do

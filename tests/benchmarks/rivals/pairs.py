@@ -1,0 +1,102 @@
+"""Which rival stands beside which Headrace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.rivals import environments as env
+from tests.benchmarks.rivals.contender import Contender
+from tests.benchmarks.rivals.in_process import in_process
+from tests.benchmarks.rivals.served import headrace, llamacpp, vllm
+
+SLOTS = 16
+MANY_SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are.
+
+    Args:
+        cache: environments, converted weights, logs.
+        model: folder of the weights, safetensors.
+        gguf: the file that those came from.
+    """
+
+    cache: Path
+    model: Path
+    gguf: Path
+
+    def log(self, name: str) -> Path:
+        """Where a contender's messages go."""
+        return self.cache / "logs" / f"{name}.log"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both sides of a comparison."""
+
+    rival: Contender
+    headrace: Contender
+
+
+def _openvino(place: Place) -> Pair:
+    return Pair(_openvino_worker(place, SLOTS), headrace(place.model, SLOTS))
+
+
+def _openvino_many(place: Place) -> Pair:
+    return Pair(_openvino_worker(place, 0), headrace(place.model, MANY_SLOTS))
+
+
+def _openvino_worker(place: Place, num_slots: int) -> Contender:
+    venv = env.make(env.OPENVINO, place.cache)
+    export = [str(venv / "bin" / "optimum-cli"), "export", "openvino", "-m", str(place.model)]
+    export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "{out}"]
+    weights = env.converted(place.cache / "models" / "openvino-fp32", export)
+    slots = f"{num_slots} slots" if num_slots else "no limit of slots"
+    arguments = [str(weights), "bf16", f"{num_slots}"]
+    name = f"OpenVINO GenAI bf16, in process, {slots}"
+    return in_process(name, venv, "openvino_worker.py", arguments, place.log("openvino"))
+
+
+def _llamacpp(place: Place) -> Pair:
+    return Pair(_llamacpp_server(place, "BF16"), headrace(place.model, SLOTS))
+
+
+def _llamacpp_server(place: Place, kind: str) -> Contender:
+    venv = env.make(env.LLAMACPP, place.cache)
+    quantize = next(venv.glob("**/llama-quantize"))
+    weights = env.converted(
+        place.cache / "models" / f"model-{kind}.gguf",
+        [str(quantize), "--allow-requantize", str(place.gguf), "{out}", kind],
+    )
+    return llamacpp(venv, weights, SLOTS, place.log("llamacpp"))
+
+
+def _vllm(place: Place) -> Pair:
+    venv = env.make(env.VLLM, place.cache)
+    return Pair(vllm(venv, place.model, SLOTS, place.log("vllm")), headrace(place.model, SLOTS))
+
+
+def _transformers(place: Place) -> Pair:
+    venv = env.make(env.TRANSFORMERS, place.cache)
+    worker = in_process(
+        f"transformers bf16, in process, batches of {SLOTS}",
+        venv,
+        "transformers_worker.py",
+        [str(place.model), f"{SLOTS}"],
+        place.log("transformers"),
+    )
+    return Pair(worker, headrace(place.model, SLOTS))
+
+
+PAIRS: dict[str, Callable[[Place], Pair]] = {
+    "openvino": _openvino,
+    "openvino-many": _openvino_many,
+    "llamacpp": _llamacpp,
+    "vllm": _vllm,
+    "transformers": _transformers,
+}
+"""By the name that `--only` takes; each makes what its rival needs."""
