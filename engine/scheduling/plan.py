@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.sampling.constraint import RowConstraint
@@ -30,9 +31,9 @@ class DraftWork:
         return self.first_position + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One row of a step: a run of tokens of one sequence.
+class ScheduledSequence(NamedTuple):
+    """One row of a step: a run of tokens of one sequence. A tuple is frozen, and quicker to make than a
+    frozen dataclass: there are as many in each step as sequences run.
 
     Args:
         first_position: position of the first token computed in this step: tokens with valid KV before it.
@@ -62,7 +63,7 @@ class ScheduledSequence:
     block_ids: tuple[int, ...]
     is_sampled: bool
     sampling: SamplingParams
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a row
     num_prompt_tokens: int = 0
     known_token_ids: tuple[int, ...] = ()
     suppressed_token_ids: frozenset[int] = frozenset()

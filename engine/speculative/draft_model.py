@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -197,8 +197,8 @@ def _put_in(plan: StepPlan, drafting: Sequence[_Drafting]) -> Proposals:
     weights = {}
     for each in drafting:
         drafts = tuple(each.token_ids)
-        rows[each.place] = replace(
-            each.row, token_ids=each.row.token_ids + drafts, num_draft_tokens=len(drafts), draft=None
+        rows[each.place] = each.row._replace(
+            token_ids=each.row.token_ids + drafts, num_draft_tokens=len(drafts), draft=None
         )
         if each.weights:
             weights[each.place] = torch.stack(each.weights)

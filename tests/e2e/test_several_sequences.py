@@ -31,7 +31,7 @@ class IndexedRunner(FakeRunner):
 
     def execute(self, plan):
         rows = tuple(
-            replace(row, sampling=SamplingParams(seed=seed_of(row.index, row.sampling.seed)))
+            row._replace(sampling=SamplingParams(seed=seed_of(row.index, row.sampling.seed)))
             for row in plan.rows
         )
         result = super().execute(replace(plan, rows=rows))

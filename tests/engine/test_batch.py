@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -185,10 +183,8 @@ def test_rows_that_tell_their_prompt_want_what_stands_before_each_of_its_tokens(
     first_position: int, num_tokens: int, num_prompt_tokens: int, told: list[int]
 ) -> None:
     silent = make_row(0, 0, (9,), (1,))
-    telling = replace(
-        make_row(1, first_position, tuple(range(num_tokens)), (2, 3)),
-        num_prompt_tokens=num_prompt_tokens,
-        num_prompt_logprobs=0,
+    telling = make_row(1, first_position, tuple(range(num_tokens)), (2, 3))._replace(
+        num_prompt_tokens=num_prompt_tokens, num_prompt_logprobs=0
     )
 
     batch = build_batch(StepPlan(0, (silent, telling, silent)), block_size=4)

@@ -38,7 +38,7 @@ class IndexedRunner(FakeRunner):
     """See above; `plans` keeps what it was given."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        rows = tuple(replace(row, sampling=SamplingParams(seed=_seed_of_row(row))) for row in plan.rows)
+        rows = tuple(row._replace(sampling=SamplingParams(seed=_seed_of_row(row))) for row in plan.rows)
         result = super().execute(replace(plan, rows=rows))
         self.plans[-1] = plan
         return StepResult(
