@@ -41,7 +41,14 @@ class AsyncEngine:
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         self._model = model
         self._config = config
-        self._core = EngineCore(model.info, model.layout, model.tokenizer, config, time.monotonic)
+        self._core = EngineCore(
+            model.info,
+            model.layout,
+            model.tokenizer,
+            config,
+            time.monotonic,
+            draft_max_len=model.draft_max_len,
+        )
         self._barrier = FaultBarrier(model.runner)
         self._constraints = ConstraintDesk(model)
         self._streams: dict[RequestId, TokenStream] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
+from headrace.engine.config import CacheLayout, EngineConfig, LatencyTargets, ModelInfo
 from headrace.engine.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -21,7 +21,7 @@ from headrace.engine.errors import (
     RequestFailed,
 )
 from headrace.engine.kv.manager import KVCacheManager
-from headrace.engine.live import LiveRequest, LiveSequence
+from headrace.engine.live import LiveRequest, LiveSequence, Taken
 from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
@@ -38,6 +38,7 @@ from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId
+from headrace.engine.speculative.speculator import Speculator, make_proposer
 from headrace.engine.text import OutputText
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.validation import check_request, max_tokens_for
@@ -65,6 +66,10 @@ class EngineCore:
         tokenizer: for the text of events.
         config: limits and policy.
         clock: monotonic seconds.
+        draft_max_len: longest sequence of the draft model, tokens; None where there is none.
+
+    Raises:
+        ConfigError: a draft model is to propose tokens and there is none.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class EngineCore:
         tokenizer: Tokenizer,
         config: EngineConfig,
         clock: Callable[[], float],
+        *,
+        draft_max_len: int | None = None,
     ) -> None:
         self._info = info
         self._layout = layout
@@ -81,8 +88,18 @@ class EngineCore:
         self._clock = clock
         self._kv = KVCacheManager(layout)
         self._budget = LatencyBudget(config.latency)
+        self._speculation = config.speculation
+        self._speculator = Speculator(
+            config.speculation,
+            make_proposer(config.speculation, self._kv, draft_max_len),
+            self._budget.costs.seconds_of_decodes,
+        )
         self._scheduler = Scheduler(
-            config.scheduler, self._kv, prefix_caching=config.cache.prefix_caching, budget=self._budget
+            config.scheduler,
+            self._kv,
+            prefix_caching=config.cache.prefix_caching,
+            budget=self._budget,
+            speculator=self._speculator,
         )
         self._gate = QueueGate(config.scheduler, self._scheduler.waiting)
         self._live: dict[RequestId, LiveRequest] = {}
@@ -93,6 +110,7 @@ class EngineCore:
         self._totals = StepTotals()
         self._begun: _BegunStep | None = None
         self._last_step: _BegunStep | None = None
+        self._last_propose_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -107,7 +125,20 @@ class EngineCore:
             num_waiting=len(self._scheduler.waiting),
             blocks=self._kv.counts,
             totals=self._totals,
+            latency=self._budget.status(self._scheduler.running, self._scheduler.waiting),
         )
+
+    def set_latency_targets(self, targets: LatencyTargets, priority: int | None) -> None:
+        """Change which latencies are promised, from the next step on.
+
+        Args:
+            priority: the class that it is for; None is for all, those with targets of their own included.
+
+        Raises:
+            ConfigError: too many classes have targets of their own.
+        """
+        self._budget.set_targets(targets, priority)
+        self._scheduler.waiting.take_back()
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -116,16 +147,17 @@ class EngineCore:
             InvalidRequest: it can never be served; every field that is wrong is named.
             DuplicateRequest: its id is live.
             DeadlineExceeded: its deadline has passed already.
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or the first token would come too late.
         """
         now_s = self._clock()
-        check_request(request, self._info, self._layout)
+        check_request(request, self._info, self._layout, self._speculation)
         if request.request_id in self._live:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
         if request.deadline_s is not None and request.deadline_s <= now_s:
             raise DeadlineExceeded("the deadline passed before the request was queued")
         max_len = len(request.prompt_token_ids) + max_tokens_for(request, self._info, self._layout)
         self._gate.check(request, max_len, len(self._scheduler.running))
+        self._budget.check(request, self._scheduler.waiting.num_in_time)
         live = self._live[request.request_id] = LiveRequest(request)
         self._start_sequences(live, max_len, now_s)
         expires_s = live.open[0].sequence.expires_s
@@ -199,7 +231,9 @@ class EngineCore:
         started_s = self._clock()
         if self._last_step is not None:
             # A step lasts until the next one: all that happens in between makes its tokens' gap longer, too.
-            self._budget.observe(self._last_step.plan, started_s - self._last_step.started_s)
+            # What a draft model takes is another matter.
+            took_s = started_s - self._last_step.started_s - self._last_propose_s
+            self._budget.observe(self._last_step.plan, took_s)
         plan, num_preemptions = self._scheduler.schedule(self._totals.num_steps, started_s)
         self._last_step = None
         if plan is not None:
@@ -217,31 +251,34 @@ class EngineCore:
         begun, self._begun = self._begun, None
         if begun is None:
             raise IntegrityError("no step was begun")
-        self._last_step = begun
+        self._last_step, self._last_propose_s = begun, result.propose_s
+        self._speculator.note_step(begun.plan, result)
         executed_s = self._clock()
         outcomes = list(zip(begun.plan.rows, result.rows, strict=True))
         lives = [self._by_sequence[row.sequence_id] for row, _ in outcomes]
         slots = [live.sequence.batch_slot for live in lives]
+        taken: list[Taken | None] = []
         for live, (row, outcome) in zip(lives, outcomes, strict=True):
             if outcome.failure is None:
-                live.sequence.num_computed_tokens = row.end_position
-                self._scheduler.offer_blocks(live.sequence)
+                taken.append(live.take(row, outcome, executed_s))
+                self._scheduler.take_in(live.sequence, row, outcome)
             else:
+                taken.append(None)
                 self._kv.withdraw(live.sequence.sequence_id)
         # Counted before anybody leaves: the step ran with these blocks.
         num_used = sum(sequence.num_computed_tokens for sequence in self._scheduler.running)
         num_used -= self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
         events: list[RequestEvent] = []
-        for live, (row, outcome) in zip(lives, outcomes, strict=True):
+        for live, (_, outcome), new in zip(lives, outcomes, taken, strict=True):
             if live.sequence.is_finished:
                 continue  # another sequence of its request has failed in this step
-            if outcome.failure is not None:
+            if new is None:
                 kind = NothingToDraw if outcome.is_own_doing else RequestFailed
-                events.append(self._fail(live.request, kind(outcome.failure)))
+                events.append(self._fail(live.request, kind(outcome.failure or "")))
             else:
-                self._scheduler.count_output(live.sequence, len(outcome.token_ids))
-                events += self._tell(live, *live.take(row, outcome, executed_s))
+                self._scheduler.count_output(live.sequence, new.num_tokens)
+                events += self._tell(live, new.event, new.end)
         stats = StepStats(
             step=begun.plan.step,
             num_waiting=begun.num_waiting,
@@ -253,8 +290,8 @@ class EngineCore:
             execute_s=executed_s - begun.planned_s,
             update_s=self._clock() - executed_s,
             rows=tuple(
-                _row_stats(live.sequence, row, slot)
-                for live, (row, _), slot in zip(lives, outcomes, slots, strict=True)
+                _row_stats(live.sequence, row, slot, new)
+                for live, (row, _), slot, new in zip(lives, outcomes, slots, taken, strict=True)
             ),
             started_s=begun.started_s,
         )
@@ -305,16 +342,21 @@ class EngineCore:
         """The one way out of scheduler and pool."""
         self._scheduler.finish(live.sequence)
         self._gate.note_end(live.sequence)
+        self._budget.note_end(live.sequence)
         del self._by_sequence[live.sequence.sequence_id]
 
 
-def _row_stats(sequence: Sequence, row: ScheduledSequence, slot: int | None) -> RowStats:
-    is_decode = len(row.token_ids) == 1 and row.first_position >= sequence.num_prompt_tokens
+def _row_stats(sequence: Sequence, row: ScheduledSequence, slot: int | None, taken: Taken | None) -> RowStats:
+    num_known = row.known_end - row.first_position
+    is_decode = num_known == 1 and row.first_position >= sequence.num_prompt_tokens
     return RowStats(
         request_id=sequence.request.request_id,
         index=sequence.index,
         slot=-1 if slot is None else slot,
-        num_prefill_tokens=0 if is_decode else len(row.token_ids),
+        num_prefill_tokens=0 if is_decode else num_known,
         num_decode_tokens=1 if is_decode else 0,
         is_finished=sequence.is_finished,
+        num_output_tokens=0 if taken is None else taken.num_tokens,
+        num_draft_tokens=0 if taken is None else taken.num_draft_tokens,
+        num_accepted_tokens=0 if taken is None else taken.num_accepted_tokens,
     )

@@ -22,6 +22,24 @@ from headrace.engine.sequence import Request, Sequence
 from headrace.engine.text import OutputText
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a sequence has got out of a step.
+
+    Args:
+        event: what is new, which may be nothing.
+        end: its end, if it has come.
+        num_tokens: tokens that it has got.
+        num_draft_tokens, num_accepted_tokens: see `headrace.engine.outputs.Usage`.
+    """
+
+    event: TokenEvent
+    end: FinishEvent | None
+    num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class LiveSequence:
     """A sequence and its text.
@@ -35,19 +53,16 @@ class LiveSequence:
     request: LiveRequest
     logprob_sum: float = 0.0
 
-    def take(
-        self, row: ScheduledSequence, outcome: RowResult, now_s: float
-    ) -> tuple[TokenEvent, FinishEvent | None]:
+    def take(self, row: ScheduledSequence, outcome: RowResult, now_s: float) -> Taken:
         """Take drawn tokens one at a time through the one path that can end a sequence.
 
-        Returns:
-            What is new, which may be nothing, and the end, if it has come.
+        What stands behind the end was never said: of a run of drafts that were kept, the rest is dropped.
         """
-        sequence, stop = self.sequence, self.sequence.request.stop
+        sequence = self.sequence
         token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        text, end = "", None
-        for i, token_id in enumerate(outcome.token_ids):
+        text, is_over = "", False
+        reason, matched_stop, num_taken = FinishReason.LENGTH, None, 0
+        for token_id in outcome.token_ids:
             if sequence.num_output_tokens == 0:
                 sequence.first_token_s = now_s
                 if sequence.request.output.is_echoed:
@@ -56,29 +71,40 @@ class LiveSequence:
             sequence.last_token_s = now_s
             sequence.token_ids.append(token_id)
             token_ids.append(token_id)
-            if outcome.logprobs:
-                logprobs.append(outcome.logprobs[i])
-                self.logprob_sum += outcome.logprobs[i].chosen.logprob
-            if token_id in sequence.end_token_ids:
-                text += self.text.end_with(token_id)
-                end = self.end(FinishReason.STOP, matched_stop=token_id)
-                break
-            delta, matched_stop = self.text.push(
-                token_id, is_stop_armed=sequence.num_output_tokens >= stop.min_tokens
-            )
+            num_taken += 1
+            delta, matched_stop = self._push(token_id)
             text += delta
             if matched_stop is not None:
-                end = self.end(FinishReason.STOP, matched_stop=matched_stop)
+                reason, is_over = FinishReason.STOP, True
+            elif len(sequence.token_ids) >= sequence.max_len:
+                is_over = True
+            if is_over:
                 break
-            if len(sequence.token_ids) >= sequence.max_len:
-                end = self.end(FinishReason.LENGTH)
-                break
+        logprobs = outcome.logprobs[:num_taken]
+        self.logprob_sum += sum(entry.chosen.logprob for entry in logprobs)
+        num_judged, num_accepted = _judged(outcome, num_taken, is_over=is_over)
+        sequence.num_draft_tokens += num_judged
+        sequence.num_accepted_draft_tokens += num_accepted
         if sequence.is_read_only and row.end_position == sequence.num_prompt_tokens:
-            end = self.end(FinishReason.LENGTH)
-        if end is not None:
+            is_over = True
+        if is_over:
             text += self.text.flush()
         prompt_logprobs = self._new_prompt_logprobs(row, outcome)
-        return TokenEvent(sequence.index, tuple(token_ids), text, tuple(logprobs), prompt_logprobs), end
+        return Taken(
+            TokenEvent(sequence.index, tuple(token_ids), text, logprobs, prompt_logprobs),
+            self.end(reason, matched_stop) if is_over else None,
+            num_taken,
+            num_judged,
+            num_accepted,
+        )
+
+    def _push(self, token_id: int) -> tuple[str, int | str | None]:
+        """Add a token that its sequence has got already; the text that is new and what it ends by."""
+        sequence = self.sequence
+        if token_id in sequence.end_token_ids:
+            return self.text.end_with(token_id), token_id
+        is_armed = sequence.num_output_tokens >= sequence.request.stop.min_tokens
+        return self.text.push(token_id, is_stop_armed=is_armed)
 
     def cut_off(self, reason: FinishReason) -> tuple[TokenEvent, FinishEvent]:
         """End it from outside: what was held back, and the end."""
@@ -91,7 +117,13 @@ class LiveSequence:
             index=sequence.index,
             reason=reason,
             matched_stop=matched_stop,
-            usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens),
+            usage=Usage(
+                sequence.num_prompt_tokens,
+                sequence.num_output_tokens,
+                sequence.num_cached_tokens,
+                sequence.num_draft_tokens,
+                sequence.num_accepted_draft_tokens,
+            ),
             timings=_timings(sequence),
             num_preemptions=sequence.num_preemptions,
         )
@@ -147,6 +179,14 @@ def told(event: TokenEvent) -> list[OutputEvent]:
     """The event, or nothing if nothing is new in it."""
     is_new = event.token_ids or event.text or event.prompt_logprobs
     return [event] if is_new else []
+
+
+def _judged(outcome: RowResult, num_taken: int, *, is_over: bool) -> tuple[int, int]:
+    """How many drafts were judged, and how many of those were kept; none that stands behind the end."""
+    num_judged = outcome.num_draft_tokens
+    if is_over:
+        num_judged = min(num_judged, num_taken)
+    return num_judged, min(outcome.num_accepted_tokens, num_taken)
 
 
 def _timings(sequence: Sequence) -> Timings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,11 +26,15 @@ class Usage:
 
     Args:
         num_completion_tokens: tokens made, the end token included.
+        num_draft_tokens: tokens that were proposed and judged; what was proposed behind the end was not.
+        num_accepted_draft_tokens: those of them that stand in the output; never more than were proposed.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +142,13 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """What one slot did in a step."""
+    """What one slot did in a step.
+
+    Args:
+        num_output_tokens: tokens that its sequence got: the drafts that were kept, and one more unless the
+            text ended before.
+        num_draft_tokens, num_accepted_tokens: see `Usage`.
+    """
 
     request_id: str
     index: int
@@ -145,6 +156,9 @@ class RowStats:
     num_prefill_tokens: int
     num_decode_tokens: int
     is_finished: bool
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +195,80 @@ class StepStats:
         """Tokens computed one by one behind a finished prefill."""
         return sum(row.num_decode_tokens for row in self.rows)
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that were proposed and judged."""
+        return sum(row.num_draft_tokens for row in self.rows)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Those of them that were kept."""
+        return sum(row.num_accepted_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationTotals:
+    """What came of speculation since the start.
+
+    Args:
+        num_draws: how often a sequence got tokens in a step: its target steps.
+        num_output_tokens: tokens that they got.
+        num_drafted_draws: how often a sequence had drafts in such a step.
+        num_draft_tokens, num_accepted_tokens: see `Usage`; summed over all sequences.
+        drafted_by_place, accepted_by_place: the same by a draft's place among those of its step, the first
+            first. A draft behind a refused one counts as refused.
+    """
+
+    num_draws: int = 0
+    num_output_tokens: int = 0
+    num_drafted_draws: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafted_by_place: tuple[int, ...] = ()
+    accepted_by_place: tuple[int, ...] = ()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts / proposed drafts; 0 without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per target step of a sequence that had drafts, the one behind them included."""
+        if not self.num_drafted_draws:
+            return 1.0
+        return 1.0 + self.num_accepted_tokens / self.num_drafted_draws
+
+    @property
+    def tokens_per_target_step(self) -> float:
+        """Tokens per target step of a sequence, whether or not it had drafts."""
+        return self.num_output_tokens / self.num_draws if self.num_draws else 1.0
+
+    def plus(self, rows: Iterable[RowStats]) -> SpeculationTotals:
+        """The totals with one more step in them."""
+        drawn = [row for row in rows if row.num_output_tokens]
+        drafted = [row for row in drawn if row.num_draft_tokens]
+        return SpeculationTotals(
+            num_draws=self.num_draws + len(drawn),
+            num_output_tokens=self.num_output_tokens + sum(row.num_output_tokens for row in drawn),
+            num_drafted_draws=self.num_drafted_draws + len(drafted),
+            num_draft_tokens=self.num_draft_tokens + sum(row.num_draft_tokens for row in drafted),
+            num_accepted_tokens=self.num_accepted_tokens + sum(row.num_accepted_tokens for row in drafted),
+            drafted_by_place=_by_place(self.drafted_by_place, [row.num_draft_tokens for row in drafted]),
+            accepted_by_place=_by_place(self.accepted_by_place, [row.num_accepted_tokens for row in drafted]),
+        )
+
+
+def _by_place(counts: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Add one to each of the first so many counts, for each of `lengths`."""
+    if not lengths:
+        return counts
+    wider = list(counts) + [0] * (max(lengths) - len(counts))
+    for length in lengths:
+        for place in range(length):
+            wider[place] += 1
+    return tuple(wider)
+
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
@@ -194,6 +282,7 @@ class StepTotals:
     num_kv_slots_allocated: int = 0
     num_kv_slots_used: int = 0
     step_s: float = 0.0
+    speculation: SpeculationTotals = SpeculationTotals()
 
     def plus(self, stats: StepStats) -> StepTotals:
         """The totals with one more step in them."""
@@ -206,6 +295,7 @@ class StepTotals:
             num_kv_slots_allocated=self.num_kv_slots_allocated + stats.num_kv_slots_allocated,
             num_kv_slots_used=self.num_kv_slots_used + stats.num_kv_slots_used,
             step_s=self.step_s + stats.schedule_s + stats.execute_s + stats.update_s,
+            speculation=self.speculation.plus(stats.rows),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from headrace.engine.config import CacheLayout, ModelInfo
+from headrace.engine.config import CacheLayout, ModelInfo, Speculation, SpeculationConfig
 from headrace.engine.errors import FieldViolation, InvalidRequest
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import Request
@@ -22,8 +22,16 @@ def max_tokens_for(request: Request, info: ModelInfo, layout: CacheLayout) -> in
     return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
 
 
-def check_request(request: Request, info: ModelInfo, layout: CacheLayout) -> None:
+def check_request(
+    request: Request,
+    info: ModelInfo,
+    layout: CacheLayout,
+    speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008 - frozen
+) -> None:
     """Refuse what can never be served.
+
+    Args:
+        speculation: who proposes tokens on this server.
 
     Raises:
         InvalidRequest: naming every field that is wrong, and the limit that it breaks.
@@ -39,6 +47,7 @@ def check_request(request: Request, info: ModelInfo, layout: CacheLayout) -> Non
     violations += _count_violations(request)
     violations += _sampling_violations(request.sampling, info.vocab_size)
     violations += _constraint_violations(request, info)
+    violations += _speculation_violations(request, speculation)
     if violations:
         raise InvalidRequest(*violations)
 
@@ -131,6 +140,25 @@ def _constraint_violations(request: Request, info: ModelInfo) -> Iterator[FieldV
     elif not info.eos_token_ids and not request.stop.token_ids:
         reason = "must name an id that ends a constrained text, for the model declares none"
         yield FieldViolation("stop.token_ids", reason)
+
+
+def _speculation_violations(request: Request, config: SpeculationConfig) -> Iterator[FieldViolation]:
+    wanted, most = request.speculation, config.max_speculative_tokens
+    if wanted.num_tokens is not None and not 0 <= wanted.num_tokens <= most:
+        yield FieldViolation(
+            "speculation.num_speculative_tokens",
+            f"must be from 0 to {most}, the most that this server proposes per step, got {wanted.num_tokens}",
+        )
+    elif wanted.is_enabled is False and wanted.num_tokens:
+        yield FieldViolation(
+            "speculation.num_speculative_tokens",
+            f"must be 0 or left out where speculation is not enabled, got {wanted.num_tokens}",
+        )
+    elif wanted.is_demanded and config.kind is Speculation.NONE:
+        name = "enabled" if wanted.is_enabled else "num_speculative_tokens"
+        yield FieldViolation(
+            f"speculation.{name}", "this server does not speculate: leave it out, or have it started so"
+        )
 
 
 def _first_foreign(token_ids: Iterable[int], vocab_size: int) -> int | None:

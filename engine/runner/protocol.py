@@ -31,12 +31,17 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run: what `load_model` returns and `AsyncEngine` takes."""
+    """A model ready to run: what `load_model` returns and `AsyncEngine` takes.
+
+    Args:
+        draft_max_len: longest sequence of the draft model that the runner has with it, tokens; None without.
+    """
 
     info: ModelInfo
     layout: CacheLayout
     runner: Runner
     tokenizer: Tokenizer
+    draft_max_len: int | None = None
 
 
 class LoadProgress(Protocol):

@@ -157,6 +157,15 @@ class StepCostModel:
         """What a step of this shape is expected to take, seconds."""
         return self._pace * self._at_usual_pace(shape)
 
+    def seconds_of_decodes(self, num_tokens: int, num_context_tokens: int) -> float:
+        """What a step without prompts is expected to take, seconds.
+
+        Args:
+            num_tokens: that it computes, drafts included.
+            num_context_tokens: KV tokens that it reads.
+        """
+        return self.predict(StepShape(num_decode_tokens=num_tokens, num_context_tokens=num_context_tokens))
+
     def predict_p95(self, shape: StepShape) -> float:
         """What 95 in 100 steps of this shape don't exceed, as the last ones of its kind went, seconds."""
         return self.predict(shape) * self.p95_factor(has_prefill=shape.num_prefill_tokens > 0)

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from headrace.engine.config import BatchingPolicy, SchedulerConfig
+from headrace.engine.config import BatchingPolicy, SchedulerConfig, SpeculationConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
-from headrace.engine.scheduling.budget import LatencyBudget, StepAllowance
+from headrace.engine.scheduling.allowance import StepAllowance
+from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.fairness import ClientLedger
-from headrace.engine.scheduling.plan import ScheduledSequence, StepLimits, StepPlan
+from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence, StepLimits, StepPlan
 from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of
 from headrace.engine.sequence import Sequence, SequenceStatus
+from headrace.engine.speculative.proposer import NO_DRAFTS, Drafts
+from headrace.engine.speculative.speculator import Speculator
 
 _MAX_MISFITS = 16
 """So many waiting sequences that don't fit are looked at in one step; those behind them wait for the next."""
@@ -38,6 +41,7 @@ class Scheduler:
         kv: where blocks come from.
         prefix_caching: whether sequences share the KV of equal beginnings.
         budget: which latencies are promised; None promises none.
+        speculator: who gets drafts; None gives none to anybody.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Scheduler:
         *,
         prefix_caching: bool = True,
         budget: LatencyBudget | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.ledger = ClientLedger(config.client_weights)
         self.waiting = WaitingQueue(self.ledger, config.priority_ageing_s)
@@ -55,6 +60,9 @@ class Scheduler:
         self._kv = kv
         self._prefix_caching = prefix_caching
         self._budget = budget or LatencyBudget()
+        self._speculator = speculator or Speculator(
+            SpeculationConfig(), None, self._budget.costs.seconds_of_decodes
+        )
         self._limits = StepLimits(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk
         )
@@ -87,13 +95,15 @@ class Scheduler:
             self.ledger.stop_waiting(client)
         self.ledger.depart(client)
         self._kv.free(sequence.sequence_id, is_over=True)
+        self._speculator.forget(sequence)
         sequence.transition(SequenceStatus.FINISHED)
 
     def schedule(self, step: int, now_s: float) -> tuple[StepPlan | None, int]:
         """Plan one step.
 
-        Order: decodes of running sequences, best rank first; then prefill of running ones; then waiting ones.
-        A running sequence that can't grow makes the one of lowest rank give up its blocks.
+        Order: decodes of running sequences, best rank first, and drafts for them; then prefill of running
+        ones; then waiting ones. A running sequence that can't grow makes the one of lowest rank give up its
+        blocks.
 
         Args:
             step: its number.
@@ -111,6 +121,8 @@ class Scheduler:
         for sequence in self.running:
             if sequence.is_decoding:
                 self._grow(sequence, plan)
+        if plan.num_preempted == 0 and self._speculator.is_active:
+            self._add_drafts(plan)
         for sequence in self.running:
             if not sequence.is_decoding:
                 self._grow(sequence, plan)
@@ -128,7 +140,17 @@ class Scheduler:
         """Charge a sequence's client for tokens that were made."""
         self.ledger.charge(sequence.request.client, 0, num_tokens)
 
-    def offer_blocks(self, sequence: Sequence) -> None:
+    def take_in(self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult) -> None:
+        """Count what a step has computed for a running sequence, which holds the tokens that it got already.
+
+        The KV of drafts that were refused, or that stand behind the end, lies beyond what is counted.
+        """
+        num_kept = row.known_end + outcome.num_accepted_tokens
+        sequence.num_computed_tokens = min(num_kept, len(sequence.token_ids))
+        self._speculator.observe(sequence, row, outcome)
+        self._offer_blocks(sequence)
+
+    def _offer_blocks(self, sequence: Sequence) -> None:
         """Let others share what a finished step has filled for a running sequence."""
         key = self._sharing_key(sequence)
         if key is not None:
@@ -146,6 +168,24 @@ class Scheduler:
                 return
             # The lowest goes first, so the best always progresses: no request is larger than the pool.
             self._preempt(self.running.last, plan)
+
+    def _add_drafts(self, plan: _PlanInProgress) -> None:
+        """Let sequences that decode have drafts, where nobody has to wait or give way for them."""
+        decoding = list(plan.num_tokens_of)
+        reading = [sequence for sequence in self.running if not sequence.is_decoding]
+        # Prompts that are under way or wait get at least half of what is left.
+        most = plan.num_tokens_left // 2 if reading or self.waiting else plan.num_tokens_left
+        drafts_of = self._speculator.plan(decoding, most)
+        if not drafts_of:
+            return
+        missing = (self._kv.num_missing_blocks(each.sequence_id, len(each.token_ids)) for each in reading)
+        spare = self._kv.num_available_blocks - sum(max(0, number) for number in missing)
+        for sequence, drafts in drafts_of.items():
+            num_tokens = sequence.num_computed_tokens + plan.num_tokens_of[sequence] + drafts.num_tokens
+            needed = max(0, self._kv.num_missing_blocks(sequence.sequence_id, num_tokens))
+            if needed <= spare and self._kv.allocate_slots(sequence.sequence_id, num_tokens) is not None:
+                spare -= needed
+                plan.add_drafts(sequence, drafts)
 
     def _preempt(self, victim: Sequence, plan: _PlanInProgress) -> None:
         """Preemption by recompute: all blocks back, all known tokens to be computed again."""
@@ -196,7 +236,7 @@ class Scheduler:
                 is_barred = is_barred or other.num_skips >= self._config.max_num_skips
             self._join_batch(sequence, match)
             self._grow(sequence, plan)
-            self._budget.join(sequence)
+            self._budget.join(sequence, now_s)
             if sequence.status is not SequenceStatus.RUNNING:
                 raise IntegrityError(f"sequence {sequence.sequence_id} was found to fit and then did not")
             reserved += self._num_blocks_soon(sequence)
@@ -246,6 +286,7 @@ class Scheduler:
     def _join_batch(self, sequence: Sequence, match: PrefixMatch) -> None:
         self._kv.adopt(sequence.sequence_id, match)
         sequence.num_computed_tokens = match.num_tokens
+        self._speculator.begin(sequence)
         client = sequence.request.client
         if sequence.first_scheduled_s is None:
             # What it finds of its own after a preemption is no gift of others, and what has to be computed
@@ -274,12 +315,13 @@ class Scheduler:
             request, first = sequence.request, sequence.num_computed_tokens
             is_sampled = first + num_tokens == len(sequence.token_ids) and not sequence.is_read_only
             needs_history = request.sampling.needs_history or sequence.num_prompt_logprobs is not None
+            drafts = plan.drafts_of.get(sequence, NO_DRAFTS)
             rows.append(
                 ScheduledSequence(
                     sequence_id=sequence.sequence_id,
                     first_position=first,
-                    token_ids=tuple(sequence.token_ids[first : first + num_tokens]),
-                    num_draft_tokens=0,
+                    token_ids=tuple(sequence.token_ids[first : first + num_tokens]) + drafts.token_ids,
+                    num_draft_tokens=len(drafts.token_ids),
                     block_ids=self._kv.block_ids(sequence.sequence_id),
                     is_sampled=is_sampled,
                     sampling=request.sampling,
@@ -290,9 +332,17 @@ class Scheduler:
                     num_logprobs=sequence.num_logprobs,
                     num_prompt_logprobs=sequence.num_prompt_logprobs,
                     constraint=sequence.row_constraint if is_sampled else None,
+                    num_suppressed=sequence.num_suppressed,
+                    draft=drafts.work or self._catch_up(sequence, first + num_tokens),
                 )
             )
         return rows
+
+    def _catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
+        """What the draft model reads of a prompt beside the target."""
+        if sequence.is_decoding or sequence.is_read_only:
+            return None
+        return self._speculator.catch_up(sequence, end_position, len(self.running))
 
 
 class _PlanInProgress:
@@ -303,6 +353,7 @@ class _PlanInProgress:
         self.allowance = allowance
         self.num_tokens_left = limits.num_tokens
         self.num_tokens_of: dict[Sequence, int] = {}
+        self.drafts_of: dict[Sequence, Drafts] = {}
         self.num_preempted = 0
 
     def chunk_len(self, sequence: Sequence, num_matched_tokens: int = 0) -> int:
@@ -327,5 +378,10 @@ class _PlanInProgress:
         self.num_tokens_of[sequence] = num_tokens
         self.num_tokens_left -= num_tokens
 
+    def add_drafts(self, sequence: Sequence, drafts: Drafts) -> None:
+        self.drafts_of[sequence] = drafts
+        self.num_tokens_left -= drafts.num_tokens
+
     def drop(self, sequence: Sequence) -> None:
-        self.num_tokens_left += self.num_tokens_of.pop(sequence, 0)
+        drafts = self.drafts_of.pop(sequence, NO_DRAFTS)
+        self.num_tokens_left += self.num_tokens_of.pop(sequence, 0) + drafts.num_tokens

@@ -44,6 +44,11 @@ class Speculator:
         self._seconds_of = seconds_of
         self._pauses: dict[SequenceId, _Pause] = {}
 
+    @property
+    def is_active(self) -> bool:
+        """Whether anybody proposes anything."""
+        return self._proposer is not None
+
     def plan(self, decoding: List[Sequence], num_tokens_left: int) -> dict[Sequence, Drafts]:
         """Choose drafts for the next step.
 
