@@ -15,13 +15,22 @@ Where the two are in conflict TPOT goes first: one step that is too long breaks 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from headrace.engine.config import LatencyConfig, LatencyTargets
+from headrace.engine.config import MAX_LATENCY_CLASSES, LatencyConfig, LatencyTargets
+from headrace.engine.errors import ConfigError, Overloaded
+from headrace.engine.outputs import LatencyStatus
+from headrace.engine.scheduling.admission import LEAST_RETRY_S
+from headrace.engine.scheduling.allowance import StepAllowance
 from headrace.engine.scheduling.cost_model import StepCostModel, StepShape, attended_pairs
 from headrace.engine.scheduling.plan import StepPlan
-from headrace.engine.sequence import Sequence
+from headrace.engine.scheduling.promises import ClassRecord
+from headrace.engine.scheduling.queue import WaitingQueue
+from headrace.engine.sequence import Request, Sequence
+
+logger = logging.getLogger(__name__)
 
 AIM = 0.95
 """Of a target, in what is planned: the rest is for noise, and for the way to the client."""
@@ -29,19 +38,16 @@ LEAST_TPOT_FACTOR = 1.25
 """A TPOT below so many times a step with a single row can't be kept: the engine then aims at that."""
 _LEAST_PACE = 0.8
 """A sequence that is behind still bears steps of so much of its target: it catches up by the rest."""
-_DECODE_SHARE = 0.9
-"""Nobody joins when decodes alone would take more of the tightest target than this."""
-_LEAST_CHUNK = 16
-"""Tokens: prompts are not cut finer, but for their ends."""
 _MAX_DRY_STEPS = 16
 """After so many steps without a token for the prompts that are under way, the next step has some."""
 _PATIENCE_S = 10.0
 """After so long without anybody who joins, while somebody could, one joins."""
+_GAP_GAIN = 0.05
+_CHECK_STEPS = 64
 _LATE_EVERY = 8
 """Every so many places the first of those that are late already has its turn."""
 _SHARE_GAIN = 0.1
 _LEAST_SHARE = 0.02
-_MANY = 2**30
 
 
 class LatencyBudget:
@@ -57,14 +63,20 @@ class LatencyBudget:
         self.costs = costs or StepCostModel()
         self._default = config.default
         self._of_class = dict(config.by_priority)
+        self._refuses_late = config.refuses_late
         self._allowance = StepAllowance(self.costs)
         self._num_dry_steps = 0
-        self._last_join_s = -math.inf
+        self._last_join_s = 0.0
         self._num_joined_in_time = 0
         # How fast prompts go: the part of each step that they get while they want more than that, and the
         # part of them that isn't found in the prefix cache.
         self._prefill_share = 1.0
         self._uncached_share = 1.0
+        # How fast the queue goes: seconds between two that join while others wait.
+        self._join_gap_s = 0.0
+        self._num_steps_over = 0
+        self._records: dict[int | None, ClassRecord] = {}
+        self._told_attainable: dict[int | None, bool] = {}
 
     @property
     def has_targets(self) -> bool:
@@ -81,12 +93,23 @@ class LatencyBudget:
 
         Args:
             priority: the class that it is for; None is for all, those with targets of their own included.
+
+        Raises:
+            ConfigError: too many classes have targets of their own.
         """
         if priority is None:
             self._default = targets
+            for listed in self._of_class:
+                self._records.pop(listed, None)
+                self._told_attainable.pop(listed, None)
             self._of_class.clear()
-        else:
+        elif priority in self._of_class or len(self._of_class) < MAX_LATENCY_CLASSES:
             self._of_class[priority] = targets
+        else:
+            raise ConfigError(
+                f"{MAX_LATENCY_CLASSES} priority classes have latency targets of their own already: set them "
+                "for all classes, which forgets those of single ones"
+            )
 
     def targets_of(self, sequence: Sequence) -> LatencyTargets:
         """What is promised to a sequence."""
@@ -102,7 +125,7 @@ class LatencyBudget:
         one at which prompts still get their part of each step."""
         return max(AIM * target_s, LEAST_TPOT_FACTOR * self.single_row_s)
 
-    def begin_step(self, running: Iterable[Sequence], num_waiting: int, now_s: float) -> StepAllowance:
+    def begin_step(self, running: Collection[Sequence], num_waiting: int, now_s: float) -> StepAllowance:
         """What the step that is about to be planned may take on.
 
         Args:
@@ -111,6 +134,8 @@ class LatencyBudget:
             now_s: monotonic seconds.
         """
         last, self._allowance = self._allowance, StepAllowance(self.costs)
+        if not num_waiting or not running:
+            self._last_join_s = now_s
         if not self.has_targets:
             return self._allowance
         num_decodes = num_context = num_rows = num_known = 0
@@ -128,10 +153,9 @@ class LatencyBudget:
                     limit_s = min(limit_s, max(due_s - now_s, _LEAST_PACE * aim_s))
         is_dry = num_rows > num_decodes and not last.has_prefill
         self._num_dry_steps = self._num_dry_steps + 1 if is_dry else 0
-        if last.num_joined or not num_waiting or not num_rows:
-            self._last_join_s = now_s
         self._allowance = StepAllowance(
             self.costs,
+            limit_s=limit_s,
             left_s=limit_s - self.costs.predict(StepShape(0, num_decodes, num_context, 0)),
             rows=StepShape(0, num_rows, num_known, 0),
             tightest_s=tightest_s,
@@ -148,6 +172,9 @@ class LatencyBudget:
         """
         shape = StepShape.of(plan)
         self.costs.observe(shape, seconds)
+        self._num_steps_over += seconds > self._allowance.limit_s
+        if plan.step % _CHECK_STEPS == 0:
+            self._tell_attainable()
         share = 1.0
         if self._allowance.was_tight:
             decode = StepShape(0, shape.num_decode_tokens, shape.num_context_tokens, 0)
@@ -158,8 +185,10 @@ class LatencyBudget:
         """Whether decodes stay quick enough with one more sequence."""
         return self._allowance.may_join(len(sequence.token_ids), self._aim_of(sequence))
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: Sequence, now_s: float) -> None:
         """Take notice of a sequence that has joined; what the prefix cache has of it counts as computed."""
+        self._join_gap_s += _GAP_GAIN * (now_s - self._last_join_s - self._join_gap_s)
+        self._last_join_s = now_s
         self._allowance.join(len(sequence.token_ids), self._aim_of(sequence))
         uncached = sequence.num_new_tokens / len(sequence.token_ids)
         self._uncached_share += _SHARE_GAIN * (uncached - self._uncached_share)
@@ -175,108 +204,95 @@ class LatencyBudget:
         target_s = self.targets_of(sequence).ttft_s
         if target_s is None or sequence.first_token_s is not None:
             return False
-        return now_s + self._prefill_s(sequence) > sequence.arrival_s + AIM * target_s
+        return now_s + self._prefill_s(len(sequence.token_ids)) > sequence.arrival_s + AIM * target_s
+
+    def note_end(self, sequence: Sequence) -> None:
+        """Take in the figures of a sequence that has ended."""
+        priority: int | None = sequence.request.priority
+        if priority not in self._of_class:
+            priority = None
+        self._records.setdefault(priority, ClassRecord()).note(sequence, self.targets_of(sequence))
+
+    def status(self, running: Iterable[Sequence], waiting: WaitingQueue) -> LatencyStatus:
+        """What is promised, and how it is kept."""
+        decode = StepShape()
+        for sequence in running:
+            decode = decode.with_decode(len(sequence.token_ids))
+        no_record = ClassRecord()
+        return LatencyStatus(
+            classes=tuple(
+                self._records.get(priority, no_record).told(
+                    priority, targets, is_attainable=self._is_attainable(targets)
+                )
+                for priority, targets in self.targets.items()
+            ),
+            predicted_step_s=self.costs.predict(decode) if decode.num_decode_tokens else 0.0,
+            predicted_ttft_s=self._predicted_ttft_s(1, waiting.num_in_time),
+            num_steps_over=self._num_steps_over,
+            num_late=len(waiting) - waiting.num_in_time,
+        )
+
+    def check(self, request: Request, num_in_time: int) -> None:
+        """Let a request wait, or not, if late ones are to be refused.
+
+        Args:
+            num_in_time: how many wait before it.
+
+        Raises:
+            Overloaded: its first token can't come in time.
+        """
+        target_s = self._of_class.get(request.priority, self._default).ttft_s
+        if not self._refuses_late or target_s is None:
+            return
+        predicted_s = self._predicted_ttft_s(len(request.prompt_token_ids), num_in_time)
+        if predicted_s > AIM * target_s:
+            raise Overloaded(
+                f"the first token would come after {predicted_s:.3g} s, and {target_s:.3g} s are promised",
+                retry_after_s=max(LEAST_RETRY_S, predicted_s - AIM * target_s),
+            )
+
+    def _predicted_ttft_s(self, num_prompt_tokens: int, num_before: int) -> float:
+        """How long one that comes now waits for its first token if the queue goes on as it went, seconds."""
+        return self.single_row_s + self._prefill_s(num_prompt_tokens) + num_before * self._join_gap_s
+
+    def _is_attainable(self, targets: LatencyTargets) -> bool:
+        """Whether targets can be kept with a single sequence running, as far as is known."""
+        if self.costs.num_observed == 0:
+            return True
+        single_s = self.single_row_s
+        return (targets.tpot_s is None or targets.tpot_s >= LEAST_TPOT_FACTOR * single_s) and (
+            targets.ttft_s is None or targets.ttft_s >= single_s
+        )
+
+    def _tell_attainable(self) -> None:
+        """Log it once when a class's targets get out of reach, and once when they are within it again."""
+        for priority, targets in self.targets.items():
+            is_attainable = self._is_attainable(targets)
+            if is_attainable == self._told_attainable.get(priority, True):
+                continue
+            self._told_attainable[priority] = is_attainable
+            logger.log(
+                logging.INFO if is_attainable else logging.WARNING,
+                "latency targets of %s (TPOT %s, TTFT %s) are %s: a step with a single row takes %.2f ms",
+                "all other requests" if priority is None else f"priority {priority}",
+                _spelt(targets.tpot_s),
+                _spelt(targets.ttft_s),
+                "within reach again" if is_attainable else "out of reach, whatever the load",
+                1e3 * self.single_row_s,
+            )
 
     def _aim_of(self, sequence: Sequence) -> float:
         target_s = self.targets_of(sequence).tpot_s
         return math.inf if target_s is None else self.aim_tpot_s(target_s)
 
-    def _prefill_s(self, sequence: Sequence) -> float:
-        """How long what a sequence lacks takes if it gets all that prompts get, seconds."""
-        num_tokens = round(sequence.num_new_tokens * self._uncached_share)
-        first_position = len(sequence.token_ids) - num_tokens
-        prices = self.costs.prices
-        alone_s = prices.prefill_token * num_tokens + prices.attended_pair * attended_pairs(
-            first_position, num_tokens
-        )
+    def _prefill_s(self, num_prompt_tokens: int) -> float:
+        """How long a prompt takes if it gets all that prompts get, seconds, the prefix cache allowed for."""
+        prices, num_tokens = self.costs.prices, round(num_prompt_tokens * self._uncached_share)
+        first_position = num_prompt_tokens - num_tokens
+        alone_s = prices.prefill_token * num_tokens
+        alone_s += prices.attended_pair * attended_pairs(first_position, num_tokens)
         return alone_s / max(self._prefill_share, _LEAST_SHARE)
 
 
-class StepAllowance:
-    """What one step may still take on beside its decodes; made anew for each step. The default allows all.
-
-    Args:
-        costs: what steps cost.
-        left_s: time that prompts may take.
-        rows: all that run, as if each decoded.
-        tightest_s: least TPOT that any of them is to have.
-        must_prefill: whether a prompt gets on whatever the time.
-        must_join: whether somebody joins whatever the time.
-    """
-
-    def __init__(
-        self,
-        costs: StepCostModel,
-        left_s: float = math.inf,
-        rows: StepShape | None = None,
-        tightest_s: float = math.inf,
-        *,
-        must_prefill: bool = False,
-        must_join: bool = False,
-    ) -> None:
-        self._costs = costs
-        self._prices = costs.prices
-        self._left_s = left_s
-        self._rows = rows or StepShape()
-        self._tightest_s = tightest_s
-        self._must_prefill = must_prefill
-        self._must_join = must_join
-        self.num_joined = 0
-        self.has_prefill = False
-        self.was_tight = False
-
-    def chunk_len(self, first_position: int, most: int, *, is_new: bool = False) -> int:
-        """How many of `most` prompt tokens from `first_position` on the step may compute.
-
-        Args:
-            is_new: whether they are of a sequence that is about to join.
-        """
-        if self._left_s == math.inf or most == 0:
-            return most
-        num_tokens = self._num_tokens_within(self._left_s, first_position)
-        if num_tokens >= most:
-            return most
-        self.was_tight = True
-        is_due = self._must_join and self.num_joined == 0 if is_new else self._must_prefill
-        if num_tokens < _LEAST_CHUNK:
-            return min(most, _LEAST_CHUNK) if is_due and not self.has_prefill else 0
-        return num_tokens
-
-    def take(self, first_position: int, num_tokens: int) -> None:
-        """Count prompt tokens that the step is going to compute."""
-        if num_tokens == 0:
-            return
-        self.has_prefill = True
-        prices = self._prices
-        self._left_s -= prices.prefill_token * num_tokens
-        self._left_s -= prices.attended_pair * attended_pairs(first_position, num_tokens)
-
-    def may_join(self, num_known_tokens: int, aim_s: float) -> bool:
-        """Whether decodes stay quick enough with one more sequence.
-
-        Args:
-            aim_s: TPOT that it is to have itself; infinite for any.
-        """
-        tightest_s = min(self._tightest_s, aim_s)
-        if tightest_s == math.inf or self._rows.num_decode_tokens == 0:
-            return True
-        if self._costs.predict(self._rows.with_decode(num_known_tokens)) <= _DECODE_SHARE * tightest_s:
-            return True
-        return self._must_join and self.num_joined == 0
-
-    def join(self, num_known_tokens: int, aim_s: float) -> None:
-        """Count a sequence that has joined."""
-        self.num_joined += 1
-        self._rows = self._rows.with_decode(num_known_tokens)
-        self._tightest_s = min(self._tightest_s, aim_s)
-
-    def _num_tokens_within(self, seconds: float, first_position: int) -> int:
-        """Most tokens from `first_position` on that take no longer: a quadratic equation's solution."""
-        per_token = self._prices.prefill_token + self._prices.attended_pair * (first_position + 0.5)
-        per_square = self._prices.attended_pair / 2
-        if seconds <= 0:
-            return 0
-        root = math.sqrt(per_token * per_token + 4 * per_square * seconds)
-        # The form of the solution that holds for a square term of zero, too.
-        divisor = per_token + root
-        return _MANY if divisor == 0 else min(_MANY, int(2 * seconds / divisor))
+def _spelt(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{1e3 * seconds:g} ms"

@@ -77,6 +77,7 @@ class WaitingQueue:
         self._ageing_s = ageing_s
         self._lines: dict[tuple[str, int, bool], list[Sequence]] = {}
         self._num_sequences = 0
+        self._num_late = 0
         self._num_tokens = 0
         self._held: dict[str, tuple[int, int]] = {}
 
@@ -86,6 +87,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """All of them, in no order that means anything."""
         return iter([sequence for line in self._lines.values() for sequence in line])
+
+    @property
+    def num_in_time(self) -> int:
+        """How many are not late."""
+        return self._num_sequences - self._num_late
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +128,13 @@ class WaitingQueue:
         self.remove(sequence)
         sequence.is_late = True
         self.add(sequence)
+
+    def take_back(self) -> None:
+        """Let those that were put off wait among the others again."""
+        for sequence in [sequence for sequence in self if sequence.is_late]:
+            self.remove(sequence)
+            sequence.is_late = False
+            self.add(sequence)
 
     def in_order(self, now_s: float, *, late: bool = False) -> Iterator[Sequence]:
         """Yield them in the order of admission. Who asks may take out the one that it was given last, or put
@@ -178,6 +191,7 @@ class WaitingQueue:
     def _count(self, sequence: Sequence, sign: int) -> None:
         client, num_tokens = sequence.request.client, sign * sequence.max_len
         self._num_sequences += sign
+        self._num_late += sign if sequence.is_late else 0
         self._num_tokens += num_tokens
         num_sequences, held_tokens = self._held.get(client, (0, 0))
         if num_sequences + sign:
