@@ -38,6 +38,11 @@ class ClientLedger:
         # Clients without live sequences who have had more than their share, the longest idle first.
         self._idle: dict[str, None] = {}
 
+    @property
+    def num_clients(self) -> int:
+        """How many are remembered."""
+        return len(self._counters)
+
     def counter(self, client: str) -> float:
         """Tokens charged to a client, by its weight; of one that is not known, what it would begin with."""
         return self._counters.get(client, self._floor)
@@ -75,7 +80,7 @@ class ClientLedger:
 
     def depart(self, client: str) -> None:
         """One of a client's sequences is over."""
-        left = self._num_live[client] - 1
+        left = self._num_live.get(client, 0) - 1
         if left < 0:
             raise IntegrityError(f"client {client!r} has had more ends than sequences")
         if left:

@@ -78,11 +78,20 @@ def make_config(
     max_num_waiting: int = 1024,
     max_num_skips: int = 64,
     batching: BatchingPolicy = BatchingPolicy.CONTINUOUS,
+    max_waiting_tokens: int = 2**21,
+    priority_ageing_s: float = 10.0,
 ) -> EngineConfig:
     """An engine configuration small enough for a test."""
     return EngineConfig(
         model=ModelConfig(Path("unused")),
         scheduler=SchedulerConfig(
-            max_num_seqs, max_num_batched_tokens, max_prefill_chunk, max_num_waiting, max_num_skips, batching
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_prefill_chunk,
+            max_num_waiting,
+            max_num_skips,
+            batching,
+            max_waiting_tokens,
+            priority_ageing_s,
         ),
     )

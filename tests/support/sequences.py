@@ -70,6 +70,7 @@ class SchedulerHarness:
         self.scheduler = Scheduler(config, self.kv)
         self.num_steps = 0
         self.num_preemptions = 0
+        self.sequences: list[Sequence] = []
 
     def add(
         self, *, prompt_len: int = 4, max_tokens: int = 8, priority: int = 0, client: str = ""
@@ -83,7 +84,17 @@ class SchedulerHarness:
             arrival_s=float(self.num_steps),
         )
         self.scheduler.add(sequence)
+        self.sequences.append(sequence)
         return sequence
+
+    def by_id(self, sequence_id: SequenceId) -> Sequence:
+        """One of all that were ever queued."""
+        return next(s for s in self.sequences if s.sequence_id == sequence_id)
+
+    def computed_of(self, client: str) -> tuple[int, int]:
+        """Prompt tokens of a client's sequences that have begun, and the tokens that those have made."""
+        begun = [s for s in self.sequences if s.request.client == client and s.first_scheduled_s is not None]
+        return sum(s.num_prompt_tokens for s in begun), sum(s.num_output_tokens for s in begun)
 
     def step(self) -> dict[SequenceId, int]:
         """Plan, pretend to run, take in; returns tokens computed per sequence."""

@@ -155,6 +155,123 @@ def test_slots_are_kept_while_running_and_never_shared():
             assert slot_of.setdefault(s.sequence_id, s.batch_slot) == s.batch_slot
 
 
+def test_one_client_s_thousand_requests_do_not_starve_another_s_one():
+    h = SchedulerHarness(max_num_seqs=4, num_blocks=64, max_num_batched_tokens=64)
+    for _ in range(1_000):
+        h.add(client="flood", prompt_len=4, max_tokens=3)
+    for _ in range(30):
+        h.step()
+    single = h.add(client="modest", prompt_len=4, max_tokens=3)
+    # The next place that is free is its.
+    while single.status is SequenceStatus.WAITING:
+        h.step()
+        assert h.num_steps <= 30 + 3
+
+
+def test_clients_that_always_wait_get_equal_tokens_however_they_ask():
+    h = SchedulerHarness(max_num_seqs=4, num_blocks=400, max_num_batched_tokens=256)
+    for _ in range(300):
+        h.add(client="short", prompt_len=2, max_tokens=1)
+        h.add(client="long", prompt_len=40, max_tokens=15)
+    both = h.scheduler.ledger
+    for _ in range(120):
+        h.step()
+        # Four places: no more than so many requests are charged for ahead of the other client.
+        assert abs(both.counter("short") - both.counter("long")) <= 4 * (40 + 2 * 15)
+    tokens = {client: h.computed_of(client) for client in ("short", "long")}
+
+    assert sum(tokens["long"]) > 500
+    for client, (num_prompt, num_output) in tokens.items():
+        assert both.counter(client) == num_prompt + 2 * num_output
+
+
+def test_weights_divide_the_server_as_they_say():
+    h = SchedulerHarness(max_num_seqs=1, client_weights={"gold": 3.0})
+    for _ in range(60):
+        h.add(client="gold", prompt_len=4, max_tokens=3)
+        h.add(client="tin", prompt_len=4, max_tokens=3)
+    ended = []
+    while len(ended) < 40:
+        h.step()
+        ended = [s for s in h.sequences if s.is_finished]
+    assert sum(s.request.client == "gold" for s in ended) == 30
+
+
+def test_what_is_computed_again_is_charged_to_nobody():
+    h = SchedulerHarness(num_blocks=4, block_size=2, max_num_seqs=2)
+    h.add(client="a", prompt_len=2, max_tokens=6)
+    young = h.add(client="b", prompt_len=2, max_tokens=6)
+    h.run()
+    assert young.num_preemptions == 1
+    assert h.scheduler.ledger.counter("b") == 2 + 2 * 6
+
+
+def test_a_higher_priority_is_admitted_first_but_takes_nobody_s_place():
+    h = SchedulerHarness(max_num_seqs=1)
+    running, waiting = h.add(max_tokens=5), h.add()
+    h.step()
+    urgent = h.add(priority=1)
+    while not running.is_finished:
+        assert urgent.status is SequenceStatus.WAITING
+        h.step()
+    h.step()
+    assert urgent.status is SequenceStatus.RUNNING
+    assert waiting.status is SequenceStatus.WAITING
+    assert running.num_preemptions == 0
+
+
+def test_nobody_starves_under_a_stream_of_higher_priority():
+    h = SchedulerHarness(max_num_seqs=1, priority_ageing_s=5.0)
+    low = h.add(priority=-2, max_tokens=1)
+    while low.status is SequenceStatus.WAITING:
+        h.add(priority=1, prompt_len=1, max_tokens=1)
+        h.add(priority=1, prompt_len=1, max_tokens=1)
+        h.step()
+        # Three classes of 5 s each; a step is a second. Then it is the oldest of its class.
+        assert h.num_steps <= 16
+    assert h.num_steps == 16
+
+
+@pytest.mark.parametrize("priority", [-1, 0, 1])
+def test_the_lowest_priority_loses_its_blocks_first_and_of_equals_the_youngest(priority):
+    h = SchedulerHarness(num_blocks=6, block_size=2, max_num_seqs=3)
+    first = h.add(prompt_len=2, max_tokens=8, priority=priority)
+    second = h.add(prompt_len=2, max_tokens=8)
+    third = h.add(prompt_len=2, max_tokens=8)
+    while not h.num_preemptions:
+        h.step()
+    victim = first if priority < 0 else third
+    assert [s.num_preemptions for s in (first, second, third)] == [
+        s is victim for s in (first, second, third)
+    ]
+    h.run()
+
+
+def test_the_best_of_all_is_never_interrupted_and_nobody_s_place_is_won_by_turns():
+    """Whatever the priorities: blocks go from lower ranks to better ones only, and between two preemptions of
+    one sequence somebody has given up blocks."""
+    h = SchedulerHarness(num_blocks=9, block_size=2, max_num_seqs=5, priority_ageing_s=3.0)
+    number = 0
+    for _ in range(400):
+        if number < 60 and len(h.scheduler.waiting) < 6:
+            h.add(
+                prompt_len=1 + number * 5 % 7,
+                max_tokens=1 + number * 3 % 11,
+                priority=number * 7 % 5 - 2,
+                client="ab"[number % 2],
+            )
+            number += 1
+        ranks = {s.sequence_id: s.rank for s in h.scheduler.running}
+        before = {s.sequence_id: s.num_preemptions for s in h.scheduler.running}
+        h.step()
+        preempted = [i for i, n in before.items() if h.by_id(i).num_preemptions > n]
+        kept = [i for i in before if i not in preempted]
+        assert not preempted or max(ranks[i] for i in kept) < min(ranks[i] for i in preempted)
+    h.run()
+    assert h.num_preemptions > 10
+    assert all(s.is_finished for s in h.sequences)
+
+
 @pytest.mark.parametrize("phase", ["waiting", "mid-prefill", "decoding", "preempted"])
 def test_finishing_in_any_phase_gives_everything_back_once(phase):
     budget = 16 if phase == "preempted" else 2
