@@ -5,11 +5,14 @@ from headrace.engine.config import (
     BatchingPolicy,
     CacheConfig,
     CacheLayout,
+    DraftSampling,
     EngineConfig,
     ModelConfig,
     ModelInfo,
     SamplingDefaults,
     SchedulerConfig,
+    Speculation,
+    SpeculationConfig,
 )
 from headrace.engine.errors import (
     ConfigError,
@@ -38,6 +41,7 @@ from headrace.engine.outputs import (
     Load,
     OutputEvent,
     RowStats,
+    SpeculationTotals,
     StepStats,
     StepTotals,
     Timings,
@@ -49,7 +53,13 @@ from headrace.engine.outputs import (
 from headrace.engine.runner.protocol import LoadedModel, LoadProgress, Runner
 from headrace.engine.sampling.constraint import CompiledConstraint, Constraint, ConstraintKind
 from headrace.engine.sampling.params import SamplingParams
-from headrace.engine.sequence import OutputParams, Request, RequestId, StopConditions
+from headrace.engine.sequence import (
+    OutputParams,
+    Request,
+    RequestId,
+    SpeculationParams,
+    StopConditions,
+)
 from headrace.engine.streams import StepWatch, TokenStream
 from headrace.engine.tokenizer import Chat, ChatMessage, JsonObject, Tokenizer, Tool, ToolCall
 
@@ -67,6 +77,7 @@ __all__ = [
     "ConstraintFailed",
     "ConstraintKind",
     "DeadlineExceeded",
+    "DraftSampling",
     "Draining",
     "DuplicateRequest",
     "EngineBug",
@@ -99,6 +110,10 @@ __all__ = [
     "SamplingDefaults",
     "SamplingParams",
     "SchedulerConfig",
+    "Speculation",
+    "SpeculationConfig",
+    "SpeculationParams",
+    "SpeculationTotals",
     "StepStats",
     "StepTotals",
     "StepWatch",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.engine.config import CacheLayout, ModelInfo
 from headrace.engine.errors import InvalidRequest, NoChatTemplate
@@ -31,12 +31,33 @@ def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
     return 97 + int.from_bytes(digest, "little") % 26
 
 
-def expected_output(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+def repetitive_token(token_ids: Sequence[int], seed: int = 0) -> int:
+    """Another choice of token: it looks at the last two alone, so the text soon repeats itself, mostly."""
+    return next_token(token_ids[-2:], seed) if len(token_ids) % 11 else next_token(token_ids, seed)
+
+
+def expected_output(
+    prompt: Sequence[int],
+    num_tokens: int,
+    seed: int = 0,
+    choose: Callable[[Sequence[int], int], int] = next_token,
+) -> list[int]:
     """What a request makes alone."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids, seed))
+        token_ids.append(choose(token_ids, seed))
     return token_ids[len(prompt) :]
+
+
+def useless_draft(token_ids: Sequence[int], seed: int) -> int:
+    """A draft that is never right."""
+    return next_token(token_ids, seed) + 1 if next_token(token_ids, seed) < 122 else 97
+
+
+def half_right_draft(token_ids: Sequence[int], seed: int) -> int:
+    """A draft that is right about every other time, so that every number of kept drafts occurs."""
+    is_right = _fingerprint(token_ids)[0] % 2
+    return next_token(token_ids, seed) if is_right else useless_draft(token_ids, seed)
 
 
 def _fingerprint(token_ids: Sequence[int]) -> bytes:
@@ -55,21 +76,25 @@ class FakeRunner:
         layout: the pool it keeps.
         before_step: called with each plan before it is run; may raise or block.
         choose: replaces `next_token`.
+        draft: what the draft model chooses; it has KV of its own behind the same blocks. None: there is none.
     """
 
     layout: CacheLayout
     before_step: Callable[[StepPlan], None] = lambda plan: None
     choose: Callable[[Sequence[int], int], int] = next_token
+    draft: Callable[[Sequence[int], int], int] | None = None
     plans: list[StepPlan] = field(default_factory=list)
     is_closed: bool = False
     _slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    _draft_slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.before_step(plan)
         self.plans.append(plan)
-        for row in plan.rows:
-            self._write(row)
-        return StepResult(tuple(self._draw(row) for row in plan.rows))
+        rows = [self._with_drafts(row) for row in plan.rows]
+        for row in rows:
+            self._write(row, self._slots)
+        return StepResult(tuple(self._draw(row) for row in rows))
 
     def close(self) -> None:
         self.is_closed = True
@@ -80,17 +105,37 @@ class FakeRunner:
             raise KvViolationError(f"block {block_id} is not one that a sequence may hold")
         return block_id * self.layout.block_size + position % self.layout.block_size
 
-    def _write(self, row: ScheduledSequence) -> None:
-        beginning = self._read(row, row.first_position)
+    def _with_drafts(self, row: ScheduledSequence) -> ScheduledSequence:
+        """Let the draft model catch up and propose."""
+        work = row.draft
+        if work is None:
+            return row
+        assert self.draft is not None, "a plan wants drafts of a draft model that is not there"
+        text = self._read(row, work.first_position, self._draft_slots)
+        known = replace(row, first_position=work.first_position, token_ids=work.token_ids, num_draft_tokens=0)
+        self._write(known, self._draft_slots)
+        text += work.token_ids
+        drafts: list[int] = []
+        for _ in range(work.num_drafts):
+            drafts.append(self.draft(text + drafts, _seed_of(row)))
+        # The last draft is proposed and not computed.
+        computed = replace(known, first_position=len(text), token_ids=tuple(drafts[:-1]))
+        self._write(computed, self._draft_slots)
+        return replace(row, token_ids=row.token_ids + tuple(drafts), num_draft_tokens=len(drafts), draft=None)
+
+    def _write(self, row: ScheduledSequence, slots: dict[int, tuple[bytes, int]]) -> None:
+        beginning = self._read(row, row.first_position, slots)
         for position, token_id in enumerate(row.token_ids, start=row.first_position):
             beginning.append(token_id)
-            self._slots[self._slot(row, position)] = (_fingerprint(beginning), token_id)
+            slots[self._slot(row, position)] = (_fingerprint(beginning), token_id)
 
-    def _read(self, row: ScheduledSequence, num_tokens: int) -> list[int]:
+    def _read(
+        self, row: ScheduledSequence, num_tokens: int, slots: dict[int, tuple[bytes, int]]
+    ) -> list[int]:
         """The row's first tokens, from the slots; each slot must have been written behind the same tokens."""
         token_ids: list[int] = []
         for position in range(num_tokens):
-            fingerprint, token_id = self._slots.get(self._slot(row, position), (b"", -1))
+            fingerprint, token_id = slots.get(self._slot(row, position), (b"", -1))
             token_ids.append(token_id)
             if fingerprint != _fingerprint(token_ids):
                 raise KvViolationError(
@@ -99,10 +144,19 @@ class FakeRunner:
         return token_ids
 
     def _draw(self, row: ScheduledSequence) -> RowResult:
-        token_ids = self._read(row, row.end_position)
+        token_ids = self._read(row, row.end_position, self._slots)
         if not row.is_sampled:
             return RowResult()
-        return RowResult((self.choose(token_ids, 0 if row.sampling.is_greedy else row.sampling.seed),))
+        run: list[int] = []
+        for i in range(row.num_draft_tokens + 1):
+            run.append(self.choose(token_ids[: row.known_end + i], _seed_of(row)))
+            if i == row.num_draft_tokens or run[-1] != row.draft_token_ids[i]:
+                break
+        return RowResult(tuple(run), num_draft_tokens=row.num_draft_tokens)
+
+
+def _seed_of(row: ScheduledSequence) -> int:
+    return 0 if row.sampling.is_greedy else row.sampling.seed
 
 
 class FakeTokenizer:
@@ -159,11 +213,15 @@ def make_fake_model(
     before_step: Callable[[StepPlan], None] = lambda plan: None,
     choose: Callable[[Sequence[int], int], int] = next_token,
     tokenizer: FakeTokenizer | None = None,
+    draft: Callable[[Sequence[int], int], int] | None = None,
+    draft_max_len: int | None = None,
 ) -> LoadedModel:
     """A served model over a `FakeRunner`.
 
     Args:
         num_blocks: blocks that sequences can hold (the null block comes on top).
+        draft: see `FakeRunner`.
+        draft_max_len: longest sequence of the draft model; None takes the model's own.
     """
     layout = CacheLayout(num_blocks + 1, block_size)
     info = ModelInfo(
@@ -176,4 +234,7 @@ def make_fake_model(
         dtype="none",
         num_parameters=0,
     )
-    return LoadedModel(info, layout, FakeRunner(layout, before_step, choose), tokenizer or FakeTokenizer())
+    if draft is not None and draft_max_len is None:
+        draft_max_len = max_model_len
+    runner = FakeRunner(layout, before_step, choose, draft)
+    return LoadedModel(info, layout, runner, tokenizer or FakeTokenizer(), draft_max_len)

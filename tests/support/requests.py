@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from headrace.engine import (
     BatchingPolicy,
@@ -15,6 +16,9 @@ from headrace.engine import (
     RequestId,
     SamplingParams,
     SchedulerConfig,
+    Speculation,
+    SpeculationConfig,
+    SpeculationParams,
     StopConditions,
 )
 
@@ -45,6 +49,7 @@ def make_request(
     priority: int = 0,
     client: str = "",
     constraint: CompiledConstraint | None = None,
+    speculation: SpeculationParams | None = None,
 ) -> Request:
     """A request; prompts of different requests differ unless given."""
     number = next(_ids)
@@ -67,6 +72,7 @@ def make_request(
         priority=priority,
         client=client,
         constraint=constraint,
+        speculation=speculation or SpeculationParams(),
     )
 
 
@@ -80,6 +86,7 @@ def make_config(
     batching: BatchingPolicy = BatchingPolicy.CONTINUOUS,
     max_waiting_tokens: int = 2**21,
     priority_ageing_s: float = 10.0,
+    speculation: SpeculationConfig | None = None,
 ) -> EngineConfig:
     """An engine configuration small enough for a test."""
     return EngineConfig(
@@ -94,4 +101,19 @@ def make_config(
             max_waiting_tokens,
             priority_ageing_s,
         ),
+        speculation=speculation or SpeculationConfig(),
     )
+
+
+def speculating(
+    kind: Speculation, num_tokens: int | None = None, *, most: int = 8, **options: Any
+) -> SpeculationConfig:
+    """How a server speculates.
+
+    Args:
+        num_tokens: of each step; None lets it adapt.
+        most: the most that any request may have.
+        options: further fields of the configuration.
+    """
+    draft_model = Path("unused") if kind is Speculation.DRAFT_MODEL else None
+    return SpeculationConfig(kind, draft_model, num_tokens, most, **options)
