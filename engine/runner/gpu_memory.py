@@ -42,8 +42,7 @@ def kv_budget(use: GpuUse, utilization: float, graph_bytes: int = 0) -> int:
     """
     allowed = int(use.total * utilization)
     others = use.used - use.reserved
-    free = use.total - others - use.peak_reserved
-    budget = min(allowed - others - use.peak_reserved, free) - graph_bytes
+    budget = allowed - others - use.peak_reserved - graph_bytes
     logger.info(
         "GPU memory: %s in all, %s allowed (utilization %g), %s weights and activations, %s beside torch "
         "(driver, other processes), %s for graphs: %s left for the KV pool",

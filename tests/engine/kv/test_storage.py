@@ -14,6 +14,7 @@ from headrace.engine.kv.storage import (
     KVShape,
     KVStorage,
     available_memory,
+    block_size_for,
     control_group_free,
     resolve_layout,
 )
@@ -24,10 +25,20 @@ PLENTY = 2**40
 
 
 def resolve(
-    cache: CacheConfig, *, max_num_seqs: int = 4, max_model_len: int = 100, available: int = PLENTY
+    cache: CacheConfig,
+    *,
+    max_num_seqs: int = 4,
+    max_model_len: int = 100,
+    available: int = PLENTY,
+    device: str = "cpu",
 ) -> CacheLayout:
     return resolve_layout(
-        cache, SHAPE, max_num_seqs=max_num_seqs, max_model_len=max_model_len, available_bytes=available
+        cache,
+        SHAPE,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        available_bytes=available,
+        device=torch.device(device),
     )
 
 
@@ -85,6 +96,25 @@ def test_the_default_stays_within_its_part_of_what_is_free() -> None:
     taken = layout.num_blocks * 16 * BYTES_PER_TOKEN
     assert taken <= available * DEFAULT_MEMORY_FRACTION
     assert taken + 16 * BYTES_PER_TOKEN > available * DEFAULT_MEMORY_FRACTION
+
+
+def test_on_a_gpu_the_default_is_all_that_may_be_taken() -> None:
+    block_bytes = 256 * BYTES_PER_TOKEN
+
+    layout = resolve(CacheConfig(block_size=None), available=40 * block_bytes + 5, device="cuda")
+
+    assert layout == CacheLayout(num_blocks=40, block_size=256)
+
+
+def test_a_gpu_without_room_for_a_sequence_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"beside weights.*--gpu-memory-utilization"):
+        resolve(CacheConfig(block_size=256), available=300 * BYTES_PER_TOKEN, device="cuda")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 4), ("cuda", 256)])
+def test_a_block_size_that_is_left_open_suits_the_device(device: str, expected: int) -> None:
+    assert block_size_for(CacheConfig(block_size=None), torch.device(device)) == expected
+    assert block_size_for(CacheConfig(block_size=32), torch.device(device)) == 32
 
 
 def test_a_pool_below_the_longest_sequence_is_fine() -> None:
