@@ -11,7 +11,7 @@ from headrace.engine.config import ModelConfig
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.model_runner import ModelRunner
-from tests.support.default_model import known_model_path
+from tests.support.default_model import cached_model_path
 from tests.support.paged_step import logits_of, storage_for
 from tests.support.plan_loop import make_sequences, num_blocks_for, run_to_end
 
@@ -29,6 +29,13 @@ SENTENCEPIECE_IDS = {
     "   é 水車 🌊": [139, 236859, 34156, 238139, 236743, 244245],
     " " * 33 + "a": [167, 138, 236746],
 }
+PROMPTS = (
+    "Paris is the capital of France. Rome is the capital of",
+    "def fibonacci(n):\n    if n < 2:\n",
+    "Die Mühle am Bach steht seit hundert Jahren, und",
+    "水車は川の流れで回り、",
+)
+NUM_NEW = 32
 LONG_TEXT = (
     "The mill stands where the river bends, and the wheel turns as long as the channel is full. "
     "A keeper opens the gate in the morning, and closes it when the grain has been ground. "
@@ -37,14 +44,14 @@ LONG_TEXT = (
 
 @pytest.mark.parametrize("text", SENTENCEPIECE_IDS)
 def test_ids_equal_sentencepieces(text: str) -> None:
-    tokenizer = load_tokenizer(known_model_path(MODEL))
+    tokenizer = load_tokenizer(cached_model_path(MODEL))
     assert tokenizer.encode(text) == [BOS, *SENTENCEPIECE_IDS[text]]
     assert tokenizer.decode(SENTENCEPIECE_IDS[text]) == text
 
 
 def test_the_description_is_the_published_one() -> None:
     info = load_decoder(
-        ModelConfig(path=known_model_path(MODEL), dtype="bfloat16", max_model_len=512), CPU
+        ModelConfig(path=cached_model_path(MODEL), dtype="bfloat16", max_model_len=512), CPU
     ).info
     assert (info.name, info.family) == (MODEL, "gemma3")
     assert (info.vocab_size, info.num_parameters) == (262_144, 268_098_176)
@@ -54,7 +61,7 @@ def test_the_description_is_the_published_one() -> None:
 
 @torch.inference_mode()
 def test_logits_beyond_the_window_equal_the_references_at_every_position() -> None:
-    folder = known_model_path(MODEL)
+    folder = cached_model_path(MODEL)
     ids = torch.tensor(load_tokenizer(folder).encode(LONG_TEXT)[:600])
     assert len(ids) == 600
     decoder = load_decoder(ModelConfig(path=folder, dtype="float32", max_model_len=1024), CPU).decoder
@@ -64,8 +71,30 @@ def test_logits_beyond_the_window_equal_the_references_at_every_position() -> No
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+def test_greedy_ids_of_four_prompts_equal_the_references() -> None:
+    folder = cached_model_path(MODEL)
+    tokenizer = load_tokenizer(folder)
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+        )[0].tolist()
+        for prompt in prompts
+    ]
+    del model
+    decoder = load_decoder(ModelConfig(path=folder, dtype="float32", max_model_len=256), CPU).decoder
+    sequences = make_sequences(prompts, NUM_NEW, 16)
+    storage = storage_for(decoder.spec, num_blocks_for(sequences))
+    assert run_to_end(ModelRunner(decoder, CpuBackend(storage), storage.layout), sequences) == expected
+
+
 def test_a_sentence_is_continued_with_sense() -> None:
-    folder = known_model_path(MODEL)
+    folder = cached_model_path(MODEL)
     tokenizer = load_tokenizer(folder)
     decoder = load_decoder(ModelConfig(path=folder, dtype="float32", max_model_len=256), CPU).decoder
     prompt = tokenizer.encode("Paris is the capital of France. Rome is the capital of")
