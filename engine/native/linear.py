@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,8 +75,8 @@ class NativeLinears:
             num_groups,
             packed.data_ptr(),
         )
-        shape = torch.Size((num_outputs, weight.width))
-        return NativeLinear(self._library, packed, shape, dtype, bias, weight.kind)
+        shape = (num_outputs, weight.width)
+        return NativeLinear(self._library, PackedWeight(packed, shape, dtype, weight.kind), bias)
 
     def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         """Pack a copy of a weight: the caller drops his own.
@@ -99,7 +100,7 @@ class NativeLinears:
         packed = self._take(functions.headrace_packed_bytes(code, num_outputs, width))
         source = weight.contiguous()
         functions.headrace_pack(code, source.data_ptr(), num_outputs, width, packed.data_ptr())
-        return NativeLinear(self._library, packed, source.shape, weight.dtype, bias)
+        return NativeLinear(self._library, PackedWeight(packed, (num_outputs, width), weight.dtype), bias)
 
     def _take(self, num_bytes: int) -> Tensor:
         """Memory that begins with a cache line, so that no vector of the weights lies in two."""
@@ -125,25 +126,33 @@ def _large_pages(num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight as the kernels read it.
+
+    Args:
+        memory: the bytes.
+        shape: (N, K).
+        dtype: type of inputs and outputs.
+        kind: how the numbers are kept.
+    """
+
+    memory: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    kind: WeightKind = WeightKind.SAME
+
+
 class NativeLinear:
     """``x @ weight.T + bias``; made by `NativeLinears`."""
 
-    def __init__(
-        self,
-        library: NativeLibrary,
-        packed: Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        kind: WeightKind = WeightKind.SAME,
-    ) -> None:
-        self._kind = kind
-        self._kernels, self._code, self._dtype = library.kernels, DTYPE_CODES[dtype], dtype
-        self._num_outputs, self._width = shape
-        self._shape = (shape[0], shape[1])
+    def __init__(self, library: NativeLibrary, weight: PackedWeight, bias: Tensor | None) -> None:
+        self._kernels, self._code, self._dtype = library.kernels, DTYPE_CODES[weight.dtype], weight.dtype
+        self._shape, self._kind = weight.shape, weight.kind
+        self._num_outputs, self._width = weight.shape
         self._num_threads = torch.get_num_threads()
         self._multiply = library.functions.headrace_multiply
-        self._packed, self._packed_place = packed, packed.data_ptr()
+        self._packed, self._packed_place = weight.memory, weight.memory.data_ptr()
         self._bias = None if bias is None else bias.contiguous()
         self._bias_place = None if self._bias is None else self._bias.data_ptr()
 
