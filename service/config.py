@@ -103,11 +103,6 @@ class ServiceConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="compute and KV type"
     )
-    weight_dtype: Literal["same", "int8", "int4"] = Field(
-        "same",
-        description="how the weights of linear layers are kept: as --dtype, or in 8 or 4 bits with a scale "
-        "for every 32 (CPU only: faster and smaller, the output changes a little)",
-    )
     attention_backend: str = Field("auto", description="attention backend; auto picks for the device")
     max_model_len: int | None = Field(
         None, ge=2, description="longest sequence, prompt and output, tokens; unset: the model's own limit"
@@ -214,7 +209,6 @@ class ServiceConfig(BaseSettings):
                 path=path,
                 name=self.served_model_name,
                 dtype=self.dtype,
-                weight_dtype=self.weight_dtype,
                 max_model_len=self.max_model_len,
                 attention_backend=self.attention_backend,
             ),
