@@ -17,6 +17,7 @@ MAX_LATENCY_CLASSES = 64
 """Most priority classes with latency targets of their own."""
 MAX_SPECULATIVE_TOKENS = 32
 """Most draft tokens of one sequence in one step that any configuration allows."""
+WEIGHT_DTYPES = ("same", "int8", "int4")
 
 
 class BatchingPolicy(StrEnum):
@@ -36,6 +37,8 @@ class ModelConfig:
         path: a model folder (config.json, safetensors, tokenizer files) or one GGUF file.
         name: what clients call the model; empty takes the folder's or file's name.
         dtype: compute and KV type; "auto" takes what is fast and right on this device.
+        weight_dtype: how the weights of linear layers are kept: "same" as `dtype`, or in eight or four bits
+            with a scale for every 32 of them, which is faster, smaller, and changes the output a little.
         max_model_len: longest sequence, prompt and output together, tokens; None takes the model's own limit.
         attention_backend: name of a backend of `headrace.engine.attention`; "auto" picks for the device.
         device: where to compute: "cpu", "cuda" (the first visible GPU), or "auto": a GPU if there is one.
@@ -45,6 +48,7 @@ class ModelConfig:
     path: Path
     name: str = ""
     dtype: str = "auto"
+    weight_dtype: str = "same"
     max_model_len: int | None = None
     attention_backend: str = "auto"
     device: str = "auto"
@@ -55,6 +59,10 @@ class ModelConfig:
             raise ConfigError(f"dtype={self.dtype!r} is not known: use one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ConfigError(f"device={self.device!r} is not known: use one of {', '.join(DEVICES)}")
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"weight_dtype={self.weight_dtype!r} is not known: use one of {', '.join(WEIGHT_DTYPES)}"
+            )
         _require_at_least("max_model_len", self.max_model_len, 2)
 
 

@@ -17,25 +17,36 @@ from headrace.engine.models.layers import make_linear, soft_capped
 from headrace.engine.models.rope import RotaryTable
 from headrace.engine.models.spec import EMBEDDING, FINAL_NORM, HEAD, DecoderSpec
 from headrace.engine.native.kit import native_kit
+from headrace.engine.native.quantised import WeightKind
 from headrace.engine.native.stack import HeadShape, NativeStack
 
 
 class Decoder:
     """A decoder-only transformer that is ready to compute; weights are never changed."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, *, max_len: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        *,
+        max_len: int,
+        weight_kind: WeightKind = WeightKind.SAME,
+    ) -> None:
         """Take every tensor of `spec.tensors()` from `weights` and lay it out for its device.
 
         Args:
             max_len: longest sequence, tokens; positions stay below it.
+            weight_kind: how the weights of linear layers are kept. Embedding and norms stay as they are.
         """
         self._spec = spec
         self._embedding = weights.read(EMBEDDING)
-        self._layers = [DecoderLayer(spec, weights, layer) for layer in range(spec.num_layers)]
+        self._layers = [DecoderLayer(spec, weights, layer, weight_kind) for layer in range(spec.num_layers)]
         self._stack = _native_stack(spec, self._layers)
         self._final_norm = make_norm(spec.norm, weights, FINAL_NORM)
         # A packed head keeps its own copy: the lookup below needs the embedding row by row.
-        self._head = make_linear(self._embedding if spec.tied_head else weights.read(HEAD))
+        # What the head gets wrong no later layer can mend: it has eight bits at least.
+        head_kind = WeightKind.INT8 if weight_kind is WeightKind.INT4 else weight_kind
+        self._head = make_linear(self._embedding if spec.tied_head else weights.read(HEAD), kind=head_kind)
         # The reference rounds the factor to the model's type, and so the model was trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         self._rotary = [

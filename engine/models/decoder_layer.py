@@ -26,6 +26,7 @@ from headrace.engine.models.mlp import (
 from headrace.engine.models.rope import order_of_coordinates, rotate_given
 from headrace.engine.models.spec import DecoderSpec, ExpertsSpec, HeadNorm, NormKind, NormSpec, layer_prefix
 from headrace.engine.native.linear import NativeLinear
+from headrace.engine.native.quantised import WeightKind
 from headrace.engine.native.stack import PlainLayer
 
 Rotary = Sequence[tuple[Tensor, Tensor]]
@@ -43,7 +44,7 @@ class WeightSource(Protocol):
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, index: int) -> None:
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, index: int, weight_kind: WeightKind) -> None:
         """Take the layer's tensors and lay them out for their device."""
         self._index = index
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -55,7 +56,7 @@ class DecoderLayer:
             window=layer.window,
             soft_cap=spec.attention_soft_cap,
         )
-        reader = _LayerReader(spec, weights, index)
+        reader = _LayerReader(spec, weights, index, weight_kind)
         names = spec.names
         self._before_attention = reader.norm(names.before_attention)
         self._after_attention = reader.norm(names.after_attention)
@@ -162,8 +163,8 @@ class _WholeNorms:
 class _LayerReader:
     """Reads the parts of one layer as its family calls and keeps them."""
 
-    def __init__(self, spec: DecoderSpec, weights: WeightSource, index: int) -> None:
-        self._spec, self._weights = spec, weights
+    def __init__(self, spec: DecoderSpec, weights: WeightSource, index: int, kind: WeightKind) -> None:
+        self._spec, self._weights, self._kind = spec, weights, kind
         self._prefix = layer_prefix(index)
         rope = spec.layers[index].rope
         self._order = None if rope is None else order_of_coordinates(rope, spec.head_dim)
@@ -173,12 +174,14 @@ class _LayerReader:
 
     def linear(self, names: Sequence[str], has_bias: bool) -> Linear:
         """One linear for several projections of the same input, one after the other on the output axis."""
-        return make_linear(self._joined(names, "weight"), self._joined(names, "bias") if has_bias else None)
+        bias = self._joined(names, "bias") if has_bias else None
+        return make_linear(self._joined(names, "weight"), bias, self._kind)
 
     def qkv(self) -> Linear:
         names, has_bias = self._spec.names.qkv, self._spec.qkv_bias
         weight = self._in_order(self._joined(names, "weight"))
-        return make_linear(weight, self._in_order(self._joined(names, "bias")) if has_bias else None)
+        bias = self._in_order(self._joined(names, "bias")) if has_bias else None
+        return make_linear(weight, bias, self._kind)
 
     def head_norms(self) -> Norm | None:
         """What normalises (T, H_q + H_kv, D)."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.native.kit import native_kit
+from headrace.engine.native.quantised import WeightKind, quantise
 
 _log = logging.getLogger(__name__)
 
@@ -65,14 +66,17 @@ class WideLinear(Linear, Protocol):
         ...
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> WideLinear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = WeightKind.SAME) -> WideLinear:
     """Lay a weight out for its device. A packed layer keeps a copy: the caller drops its own reference.
 
     Args:
         weight: (N, K), on the device and in the type that it is computed with.
         bias: (N,), the same.
+        kind: how the weight is kept; what is quantised is computed by the compiled kernels alone.
     """
     kit = native_kit()
+    if kit is not None and kind is not WeightKind.SAME:
+        return kit.linears.make_quantised(quantise(weight, kind), weight.dtype, bias)
     if kit is not None and kit.linears.suits(weight):
         return kit.linears.make(weight, bias)
     if weight.device.type == "cpu" and can_prepack(weight.dtype):

@@ -24,11 +24,14 @@ from headrace.engine.models.generation_defaults import (
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
+from headrace.engine.native.kit import native_kit
+from headrace.engine.native.quantised import WeightKind
 from headrace.engine.runner.protocol import LoadProgress
 
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHT_KINDS = {"same": WeightKind.SAME, "int8": WeightKind.INT8, "int4": WeightKind.INT4}
 _STAGE = "reading weights"
 
 
@@ -63,11 +66,13 @@ def load_decoder(
     config_file, spec = read_spec(folder)
     max_len = _choose_max_len(config.max_model_len, spec)
     dtype = choose_dtype(config.dtype, device)
+    weight_kind = choose_weight_kind(config.weight_dtype, device)
     sampling_defaults = suggested_sampling(folder)
     with Checkpoint(folder) as checkpoint:
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
-        decoder = Decoder(spec, _ConvertedWeights(checkpoint, spec, dtype, device, progress), max_len=max_len)
+        source = _ConvertedWeights(checkpoint, spec, dtype, device, progress)
+        decoder = Decoder(spec, source, max_len=max_len, weight_kind=weight_kind)
     bos = config_file.integers("bos_token_id")
     info = ModelInfo(
         name=config.name or folder.resolve().name,
@@ -135,6 +140,33 @@ def _choose_cpu_dtype(wanted: str) -> torch.dtype:
             "dtype bfloat16: this processor does not multiply it, so it may be much slower than float32"
         )
     return _DTYPES[wanted]
+
+
+def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:
+    """How the weights of linear layers are kept.
+
+    Args:
+        wanted: one of `headrace.engine.config.WEIGHT_DTYPES`.
+
+    Raises:
+        ConfigError: nothing here computes with such weights at a useful speed.
+    """
+    kind = _WEIGHT_KINDS[wanted]
+    if kind is WeightKind.SAME:
+        return kind
+    if device.type != "cpu":
+        raise ConfigError(f"weight dtype {wanted} is for CPUs: on {device.type} use weight dtype same")
+    kit = native_kit()
+    if kit is None:
+        raise ConfigError(
+            f"weight dtype {wanted} needs the compiled kernels: run python -m headrace.engine.native.build, "
+            "or use weight dtype same"
+        )
+    if not kit.linears.suits_quantised():
+        raise ConfigError(
+            f"weight dtype {wanted} needs a processor with AVX-512 VNNI and BF16: use weight dtype same"
+        )
+    return kind
 
 
 def _choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:

@@ -49,12 +49,12 @@ _AVX512 = (
     "-mprefer-vector-width=512",
 )
 _VARIANT_FLAGS = {
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),
     "generic": (),
 }
-_VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "tokens.cpp")
+_VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "quantised.cpp", "tokens.cpp")
 _COMMON_SOURCES = ("api.cpp", "plan.cpp", "stack.cpp")
 _X86 = ("x86_64", "AMD64")
 

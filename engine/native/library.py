@@ -45,10 +45,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "can_multiply": (c_int32, (c_void_p, c_int32)),
     "packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "pack": (None, (c_int32, c_void_p, c_int64, c_int64, c_void_p)),
+    "packed_quantised_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+    "pack_quantised": (None, (c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "multiply": (
         None,
         (
-            *(c_void_p, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+            *(c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
             *(c_void_p, c_int64, c_int64, c_int64, c_int32),
         ),
     ),

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
+from headrace.engine.native.quantised import QuantisedWeight, WeightKind
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,42 @@ class NativeLinears:
         is_fast = variant == "avx512bf16" or (variant == "avx512" and weight.dtype is torch.float32)
         return code is not None and is_fast and weight.shape[1] % 2 == 0 and weight.device.type == "cpu"
 
+    def suits_quantised(self) -> bool:
+        """Whether this processor multiplies whole numbers fast enough to make quantised weights worth it."""
+        return self._library.variant == "avx512bf16"  # such processors have VNNI too
+
+    def make_quantised(
+        self, weight: QuantisedWeight, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> NativeLinear:
+        """Pack a quantised weight. Inputs are quantised at each call, to eight bits in groups of 32.
+
+        Args:
+            weight: (N, K).
+            dtype: type of inputs and outputs: fp32 or bf16.
+            bias: (N,), the same type.
+
+        Raises:
+            ValueError: the kernels don't take such a type.
+        """
+        num_outputs, num_groups = weight.scales.shape
+        if dtype not in DTYPE_CODES:
+            raise ValueError(f"the kernels take fp32 or bf16 inputs, not {dtype}")
+        _check_bias(bias, dtype, num_outputs)
+        functions, kind = self._library.functions, weight.kind.value
+        packed = self._take(functions.headrace_packed_quantised_bytes(kind, num_outputs, weight.width))
+        numbers, scales, least = (part.contiguous() for part in (weight.numbers, weight.scales, weight.least))
+        functions.headrace_pack_quantised(
+            kind,
+            numbers.data_ptr(),
+            scales.data_ptr(),
+            least.data_ptr(),
+            num_outputs,
+            num_groups,
+            packed.data_ptr(),
+        )
+        shape = (num_outputs, weight.width)
+        return NativeLinear(self._library, PackedWeight(packed, shape, dtype, weight.kind), bias)
+
     def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         """Pack a copy of a weight: the caller drops his own.
 
@@ -58,14 +96,11 @@ class NativeLinears:
             raise ValueError(
                 f"the kernels for {self._library.variant} take no {weight.dtype} weights of width {width}"
             )
-        if bias is not None and (bias.dtype is not weight.dtype or bias.shape != (num_outputs,)):
-            raise ValueError(
-                f"the bias must be {weight.dtype} of {num_outputs}, not {bias.dtype} {bias.shape}"
-            )
+        _check_bias(bias, weight.dtype, num_outputs)
         packed = self._take(functions.headrace_packed_bytes(code, num_outputs, width))
         source = weight.contiguous()
         functions.headrace_pack(code, source.data_ptr(), num_outputs, width, packed.data_ptr())
-        return NativeLinear(self._library, packed, source.shape, weight.dtype, bias)
+        return NativeLinear(self._library, PackedWeight(packed, (num_outputs, width), weight.dtype), bias)
 
     def _take(self, num_bytes: int) -> Tensor:
         """Memory that begins with a cache line, so that no vector of the weights lies in two."""
@@ -74,6 +109,11 @@ class NativeLinears:
             self._chunk = _large_pages(max(padded, _CHUNK_BYTES))
         taken, self._chunk = self._chunk[:num_bytes], self._chunk[padded:]
         return taken
+
+
+def _check_bias(bias: Tensor | None, dtype: torch.dtype, num_outputs: int) -> None:
+    if bias is not None and (bias.dtype is not dtype or bias.shape != (num_outputs,)):
+        raise ValueError(f"the bias must be {dtype} of {num_outputs}, not {bias.dtype} {bias.shape}")
 
 
 def _large_pages(num_bytes: int) -> Tensor:
@@ -86,23 +126,33 @@ def _large_pages(num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight as the kernels read it.
+
+    Args:
+        memory: the bytes.
+        shape: (N, K).
+        dtype: type of inputs and outputs.
+        kind: how the numbers are kept.
+    """
+
+    memory: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    kind: WeightKind = WeightKind.SAME
+
+
 class NativeLinear:
     """``x @ weight.T + bias``; made by `NativeLinears`."""
 
-    def __init__(
-        self,
-        library: NativeLibrary,
-        packed: Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        bias: Tensor | None,
-    ) -> None:
-        self._kernels, self._code, self._dtype = library.kernels, DTYPE_CODES[dtype], dtype
-        self._num_outputs, self._width = shape
-        self._shape = (shape[0], shape[1])
+    def __init__(self, library: NativeLibrary, weight: PackedWeight, bias: Tensor | None) -> None:
+        self._kernels, self._code, self._dtype = library.kernels, DTYPE_CODES[weight.dtype], weight.dtype
+        self._shape, self._kind = weight.shape, weight.kind
+        self._num_outputs, self._width = weight.shape
         self._num_threads = torch.get_num_threads()
         self._multiply = library.functions.headrace_multiply
-        self._packed, self._packed_place = packed, packed.data_ptr()
+        self._packed, self._packed_place = weight.memory, weight.memory.data_ptr()
         self._bias = None if bias is None else bias.contiguous()
         self._bias_place = None if self._bias is None else self._bias.data_ptr()
 
@@ -113,8 +163,13 @@ class NativeLinear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weight."""
+        """Type of inputs and outputs; that of the weight too, unless it is quantised."""
         return self._dtype
+
+    @property
+    def kind(self) -> WeightKind:
+        """How the weight is kept."""
+        return self._kind
 
     @property
     def places(self) -> tuple[int, int | None]:
@@ -125,10 +180,10 @@ class NativeLinear:
         """Apply the layer.
 
         Args:
-            inputs: (M, K), type of the weight, last axis contiguous.
+            inputs: (M, K), `dtype`, last axis contiguous.
 
         Returns:
-            (M, N), type of the weight.
+            (M, N), `dtype`.
         """
         out = torch.empty((inputs.shape[0], self._num_outputs), dtype=self._dtype)
         self._run(inputs, None, out)
@@ -138,7 +193,7 @@ class NativeLinear:
         """Apply the layer and add what came before it; `residual` is left alone.
 
         Args:
-            residual: (M, N), type of the weight, last axis contiguous.
+            residual: (M, N), `dtype`, last axis contiguous.
             inputs: (M, K).
 
         Returns:
@@ -171,6 +226,7 @@ class NativeLinear:
         self._multiply(
             self._kernels,
             self._code,
+            self._kind.value,
             out.dtype is torch.float32,
             inputs.data_ptr(),
             inputs.stride(0),

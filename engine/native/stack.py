@@ -66,7 +66,7 @@ class NativeStack:
         self._layers = tuple(layers)
         self._heads = heads
         first = self._layers[0]
-        self._dtype = first.qkv.dtype
+        self._dtype, kind = first.qkv.dtype, first.qkv.kind
         width, inner_width = first.qkv.shape[1], first.down.shape[1]
         query_width = heads.num_heads * heads.head_dim
         expected = (
@@ -79,9 +79,11 @@ class NativeStack:
             linears = (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
             gains = (layer.attention_gain, layer.mlp_gain)
             if tuple(linear.shape for linear in linears) != expected or any(
-                linear.dtype is not self._dtype for linear in linears
+                linear.dtype is not self._dtype or linear.kind is not kind for linear in linears
             ):
-                raise ValueError(f"the layers of a stack must be {self._dtype} of shapes {expected}")
+                raise ValueError(
+                    f"the layers of a stack must be {self._dtype}, {kind.name} weights, of shapes {expected}"
+                )
             if any(
                 gain.dtype is not torch.float32 or gain.shape != (width,) or not gain.is_contiguous()
                 for gain in gains
@@ -91,6 +93,7 @@ class NativeStack:
         self._run = library.functions.headrace_stack_run
         self._stack = _Stack(
             DTYPE_CODES[self._dtype],
+            kind.value,
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
@@ -183,7 +186,7 @@ class _Stack(ctypes.Structure):
     width: int
 
     _fields_ = (
-        *((name, c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("dtype", "weight_kind", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("width", "inner_width")),
         *((name, c_int32) for name in ("num_layers", "num_threads")),
     )

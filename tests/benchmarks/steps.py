@@ -168,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--weight-dtype", default="same", help="same, int8 or int4; several with commas")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--batch", default="1,8,16", help="batch sizes of the decode steps")
     parser.add_argument("--context", type=int, default=256, help="KV tokens before each decode step")
@@ -190,14 +191,22 @@ def main() -> None:
         max([*(n * (options.context + 1 + options.block_size) for n in batches), *prompts])
         + options.block_size
     )
-    model = ModelConfig(options.model, dtype=options.dtype, attention_backend=options.backend)
-    bench = Bench(model, room, options.block_size, clock, is_whole=options.whole)
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    for num_rows in batches:
-        rows = tuple(bench.row(i, options.context, 1, sampling) for i in range(num_rows))
-        bench.measure(f"decode {num_rows} at {options.context}", StepPlan(0, rows), options.seconds)
-    for length in prompts:
-        bench.measure(f"prefill {length}", StepPlan(0, (bench.row(0, 0, length, sampling),)), options.seconds)
+    for weight_dtype in options.weight_dtype.split(","):
+        model = ModelConfig(
+            options.model,
+            dtype=options.dtype,
+            weight_dtype=weight_dtype,
+            attention_backend=options.backend,
+        )
+        bench = Bench(model, room, options.block_size, clock, is_whole=options.whole)
+        name = "" if weight_dtype == "same" else f"{weight_dtype} "
+        for num_rows in batches:
+            rows = tuple(bench.row(i, options.context, 1, sampling) for i in range(num_rows))
+            bench.measure(f"{name}decode {num_rows} at {options.context}", StepPlan(0, rows), options.seconds)
+        for length in prompts:
+            plan = StepPlan(0, (bench.row(0, 0, length, sampling),))
+            bench.measure(f"{name}prefill {length}", plan, options.seconds)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from headrace.engine.config import CacheLayout, ModelInfo
 from headrace.engine.errors import InvalidRequest, NoChatTemplate
@@ -112,16 +112,16 @@ class FakeRunner:
             return row
         assert self.draft is not None, "a plan wants drafts of a draft model that is not there"
         text = self._read(row, work.first_position, self._draft_slots)
-        known = replace(row, first_position=work.first_position, token_ids=work.token_ids, num_draft_tokens=0)
+        known = row._replace(first_position=work.first_position, token_ids=work.token_ids, num_draft_tokens=0)
         self._write(known, self._draft_slots)
         text += work.token_ids
         drafts: list[int] = []
         for _ in range(work.num_drafts):
             drafts.append(self.draft(text + drafts, _seed_of(row)))
         # The last draft is proposed and not computed.
-        computed = replace(known, first_position=len(text), token_ids=tuple(drafts[:-1]))
+        computed = known._replace(first_position=len(text), token_ids=tuple(drafts[:-1]))
         self._write(computed, self._draft_slots)
-        return replace(row, token_ids=row.token_ids + tuple(drafts), num_draft_tokens=len(drafts), draft=None)
+        return row._replace(token_ids=row.token_ids + tuple(drafts), num_draft_tokens=len(drafts), draft=None)
 
     def _write(self, row: ScheduledSequence, slots: dict[int, tuple[bytes, int]]) -> None:
         beginning = self._read(row, row.first_position, slots)

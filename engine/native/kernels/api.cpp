@@ -28,7 +28,8 @@ int usable_variants(const Kernels** out) {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) out[count++] = &avx512bf16::kernels;
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    out[count++] = &avx512bf16::kernels;
   if (has_avx512) out[count++] = &avx512::kernels;
   if (has_avx2) out[count++] = &avx2::kernels;
 #endif
@@ -55,6 +56,8 @@ constexpr int64_t kRunsPerThread = 4;
 
 // Kept by each thread: fresh memory would be mapped and unmapped at each call.
 thread_local Scratch thread_scratch;
+// Kept by the thread that drives a product, read by all that take part.
+thread_local Scratch quantised_rows;
 
 // Splits `count` tokens between threads if there is enough to do.
 template <typename Function>
@@ -245,18 +248,76 @@ void headrace_pack(int32_t dtype, const void* weights, int64_t num_outputs, int6
         *to++ = output < num_outputs ? from[output * num_units + unit] : 0;
 }
 
-void headrace_multiply(const void* kernels, int32_t dtype, int32_t is_out_fp32, const void* in, int64_t in_stride,
-                       const void* weights, const void* bias, const void* residual, int64_t residual_stride, void* out,
-                       int64_t num_rows, int64_t width, int64_t num_outputs, int32_t num_threads) {
-  const LinearCall call = {DType(dtype), is_out_fp32 != 0, in,  in_stride, static_cast<const float*>(weights), bias,
-                           residual,     residual_stride,  out, width,     num_outputs};
-  const auto multiply = static_cast<const Kernels*>(kernels)->multiply;
+// Number of bytes that packed weights of eight or four bits take.
+int64_t headrace_packed_quantised_bytes(int32_t weight_kind, int64_t num_outputs, int64_t width) {
+  const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel, num_groups = (width + kGroup - 1) / kGroup;
+  return num_panels * num_groups * (weight_kind == kInt8 ? 2 * kPanel + kGroup * kPanel : 4 * kPanel + kGroup * kPanel / 2);
+}
+
+// `numbers` are (num_outputs, num_groups, kGroup); `scales` and, of four bits, `least` (num_outputs, num_groups), fp16.
+// A weight is its number times the scale, of eight bits less 128 scales, of four bits plus the least value.
+void headrace_pack_quantised(int32_t weight_kind, const uint8_t* numbers, const uint16_t* scales,
+                             const uint16_t* least, int64_t num_outputs, int64_t num_groups, void* packed) {
+  uint8_t* to = static_cast<uint8_t*>(packed);
+  const auto put_half = [&](uint16_t half) {
+    std::memcpy(to, &half, 2);
+    to += 2;
+  };
+  for (int64_t first = 0; first < num_outputs; first += kPanel)
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const auto number = [&](int output, int input) -> unsigned {
+        const int64_t row = first + output;
+        return row < num_outputs ? numbers[(row * num_groups + group) * kGroup + input] : 0;
+      };
+      const auto put_halves = [&](const uint16_t* halves) {
+        for (int64_t row = first; row < first + kPanel; ++row)
+          put_half(row < num_outputs ? halves[row * num_groups + group] : 0);
+      };
+      put_halves(scales);
+      if (weight_kind == kInt8) {
+        for (int input = 0; input < kGroup; input += 4)
+          for (int output = 0; output < kPanel; ++output)
+            for (int i = input; i < input + 4; ++i) *to++ = uint8_t(number(output, i));
+        continue;
+      }
+      put_halves(least);
+      for (int half = 0; half < kPanel; half += kPanel / 2)
+        for (int input = 0; input < kGroup / 2; input += 4)
+          for (int output = half; output < half + kPanel / 2; ++output)
+            for (int i = input; i < input + 4; ++i)
+              *to++ = uint8_t(number(output, i) | number(output, i + kGroup / 2) << 4);
+    }
+}
+
+void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, int32_t is_out_fp32, const void* in,
+                       int64_t in_stride, const void* weights, const void* bias, const void* residual,
+                       int64_t residual_stride, void* out, int64_t num_rows, int64_t width, int64_t num_outputs,
+                       int32_t num_threads) {
+  const Kernels& chosen = *static_cast<const Kernels*>(kernels);
+  LinearCall call = {DType(dtype), is_out_fp32 != 0, in,  in_stride, static_cast<const float*>(weights), bias,
+                     residual,     residual_stride,  out, width,     num_outputs};
+  int64_t row_bytes = width * (dtype == kFloat32 ? 4 : 2);
+  auto multiply = chosen.multiply;
+  if (weight_kind != kSame) {
+    call.kind = WeightKind(weight_kind);
+    multiply = chosen.multiply_quantised;
+    const int64_t num_groups = (width + kGroup - 1) / kGroup;
+    row_bytes = num_groups * (kGroup + 8);
+    char* memory = static_cast<char*>(quantised_rows.at_least(size_t(num_rows * row_bytes)));
+    char* scales = memory + num_rows * num_groups * kGroup;
+    call.quantised = {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(scales),
+                      reinterpret_cast<int32_t*>(scales + num_rows * num_groups * 4), num_groups};
+    share(num_rows, width, num_threads, [&](int64_t first, int64_t last) {
+      chosen.quantise(DType(dtype), in, in_stride, width, call.quantised, first, last);
+    });
+  }
   // So many rows stay in a core's cache while the weights pass by.
   constexpr int64_t kCachedBytes = 384 * 1024;
-  const int64_t most_rows = std::max<int64_t>(48, kCachedBytes / (width * (dtype == kFloat32 ? 4 : 2)));
+  const int64_t most_rows = std::max<int64_t>(48, kCachedBytes / row_bytes);
   const int64_t num_blocks = (num_rows + most_rows - 1) / most_rows;
   const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
-  const int64_t num_runs = std::max<int64_t>(1, std::min<int64_t>(num_panels, (kRunsPerThread * num_threads + num_blocks - 1) / num_blocks));
+  const int64_t wanted_runs = (kRunsPerThread * num_threads + num_blocks - 1) / num_blocks;
+  const int64_t num_runs = std::max<int64_t>(1, std::min<int64_t>(num_panels, wanted_runs));
   const int64_t num_items = num_blocks * num_runs;
   int32_t next_item = 0;
   in_parallel(num_items == 1 ? 1 : num_threads, [&] {

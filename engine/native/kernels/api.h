@@ -23,7 +23,8 @@ void headrace_rotate(const void* kernels, int32_t dtype, void* heads, int64_t he
                      int64_t cosine_stride, const void* sine, int64_t sine_stride, int64_t num_tokens,
                      int64_t num_heads, int64_t head_dim, int32_t num_threads);
 
-void headrace_multiply(const void* kernels, int32_t dtype, int32_t is_out_fp32, const void* in, int64_t in_stride,
+// `weight_kind` is a WeightKind: how the weights were packed.
+void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, int32_t is_out_fp32, const void* in, int64_t in_stride,
                        const void* weights, const void* bias, const void* residual, int64_t residual_stride, void* out,
                        int64_t num_rows, int64_t width, int64_t num_outputs, int32_t num_threads);
 
@@ -47,6 +48,7 @@ struct HeadraceLayer {
 
 struct HeadraceStack {
   int32_t dtype;
+  int32_t weight_kind;  // of all weights
   int32_t num_heads, num_kv_heads, head_dim;
   int64_t width, inner_width;
   int32_t num_layers;

@@ -73,6 +73,20 @@ struct Rotation {
 // Outputs of packed weights that lie together.
 constexpr int kPanel = 32;
 
+// How weights are kept: as numbers of the model's type, or in groups of inputs with scales of their own.
+enum WeightKind : int32_t { kSame = 0, kInt8 = 1, kInt4 = 2 };
+
+// Inputs of a group.
+constexpr int kGroup = 32;
+
+// Rows of whole numbers: of each group its scale and its total, so that a number is worth itself times the scale.
+struct QuantisedRows {
+  int8_t* numbers;   // (M, num_groups, kGroup)
+  float* scales;     // (M, num_groups)
+  int32_t* totals;   // (M, num_groups)
+  int64_t num_groups;
+};
+
 // out = in . weights^T [+ bias] [+ residual]. Strides are in elements, from row to row.
 struct LinearCall {
   DType dtype;  // of all but `out`
@@ -85,6 +99,8 @@ struct LinearCall {
   int64_t residual_stride;
   void* out;  // (M, num_outputs), contiguous
   int64_t width, num_outputs;
+  WeightKind kind = kSame;
+  QuantisedRows quantised = {};  // the inputs, where the weights are
 };
 
 // The kernels of one instruction set.
@@ -99,6 +115,10 @@ struct Kernels {
   void (*rotate)(DType, const Rotation&, int64_t first, int64_t last);
   bool (*can_multiply)(DType);
   void (*multiply)(const LinearCall&, int64_t first_row, int64_t last_row, int64_t first_panel, int64_t last_panel);
+  void (*quantise)(DType, const void* in, int64_t in_stride, int64_t width, const QuantisedRows&, int64_t first,
+                   int64_t last);
+  void (*multiply_quantised)(const LinearCall&, int64_t first_row, int64_t last_row, int64_t first_panel,
+                             int64_t last_panel);
   void (*argmax)(DType, const void* in, int64_t in_stride, int64_t width, int64_t* out, int64_t first, int64_t last);
 };
 

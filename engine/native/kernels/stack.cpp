@@ -37,7 +37,7 @@ struct Run {
 
   void multiply(const void* in, int64_t num_rows, int64_t width, const void* weights, const void* bias, void* out,
                 int64_t num_outputs, bool is_added) const {
-    headrace_multiply(kernels, stack.dtype, stack.dtype == headrace::kFloat32, in, width, weights, bias,
+    headrace_multiply(kernels, stack.dtype, stack.weight_kind, stack.dtype == headrace::kFloat32, in, width, weights, bias,
                       is_added ? out : nullptr, num_outputs, out, num_rows, width, num_outputs, stack.num_threads);
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from headrace.engine.native.backend import NativeCpuBackend, NativeCpuStep
 from headrace.engine.native.kit import native_kit
 from headrace.engine.native.library import NativeLibrary
 from headrace.engine.native.linear import NativeLinears
+from headrace.engine.native.quantised import WeightKind, quantise
 from headrace.engine.native.stack import HeadShape, NativeStack, PlainLayer
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
@@ -52,12 +54,14 @@ class CountingStep(NativeCpuStep):
         return super().attend(layer, query, spec)
 
 
-def load(folder: Path, dtype: str, library: NativeLibrary) -> Decoder:
+def load(folder: Path, dtype: str, library: NativeLibrary, weight_dtype: str = "same") -> Decoder:
     """A decoder over the library's layers; skips the test where the processor has none for the type."""
     kit = native_kit()
     assert kit is not None
     assert kit.library.path == library.path
-    decoder = load_decoder(ModelConfig(folder, dtype=dtype), CPU).decoder
+    if weight_dtype != "same" and not kit.linears.suits_quantised():
+        pytest.skip("this processor does not multiply whole numbers fast enough for quantised weights")
+    decoder = load_decoder(ModelConfig(folder, dtype=dtype, weight_dtype=weight_dtype), CPU).decoder
     if not kit.linears.suits(torch.zeros(2, 2, dtype=decoder.dtype)):
         pytest.skip(f"linear layers in {dtype} are another library's on this processor")
     return decoder
@@ -88,12 +92,15 @@ def plan_of(vocab_size: int, *, first: int) -> StepPlan:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [("float32", "same"), ("bfloat16", "same"), ("float32", "int8"), ("bfloat16", "int4")],
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "smollm3", "phi3"])
 def test_layers_in_one_call_give_the_same_bits(
-    library: NativeLibrary, family: str, dtype: str, tmp_path: Path
+    library: NativeLibrary, family: str, dtype: str, weight_dtype: str, tmp_path: Path
 ) -> None:
-    decoder = load(write_tiny_family(tmp_path, family, num_hidden_layers=4), dtype, library)
+    decoder = load(write_tiny_family(tmp_path, family, num_hidden_layers=4), dtype, library, weight_dtype)
     logits, caches = [], []
     for is_stacked in (True, False):
         storage = storage_of(decoder)
@@ -163,6 +170,13 @@ def test_layers_of_different_shapes_are_refused(library: NativeLibrary) -> None:
         NativeStack(library, [make_layer(library), make_layer(library, inner=50)], HEADS)
     with pytest.raises(ValueError, match="of shapes"):
         NativeStack(library, [make_layer(library)], HeadShape(num_heads=4, num_kv_heads=1, head_dim=16))
+
+
+def test_layers_of_different_weights_are_refused(library: NativeLibrary) -> None:
+    linears, weight = NativeLinears(library), numbers(32, 48)
+    narrow = linears.make_quantised(quantise(weight, WeightKind.INT8), torch.float32)
+    with pytest.raises(ValueError, match="SAME weights"):
+        NativeStack(library, [dataclasses.replace(make_layer(library), down=narrow)], HEADS)
 
 
 def test_attention_of_another_kind_is_not_taken(library: NativeLibrary) -> None:

@@ -1,0 +1,323 @@
+// Products with weights of eight or four bits. Inputs are quantised for the product: eight bits, with a scale for each
+// group of a row. The sums inside a group are of whole numbers, exact; groups are added in order. So a row's result
+// depends on that row alone, to the bit. Compiled once per instruction set; HEADRACE_VARIANT is its name.
+//
+// Packed: panels of 32 outputs; in a panel, for each group of 32 inputs, its scales (of four bits also its least values)
+// of all 32 outputs in fp16, then the weights. Of eight bits: for each four inputs, all 32 outputs. Of four bits: for each
+// half of the outputs and each four inputs of the group's first half, these in the low and those 16 inputs on in the
+// high bits of a byte.
+#include "attention.h"
+#include "attention_math.h"
+#include "variant.h"
+
+namespace {
+
+using headrace::kGroup;
+using headrace::kPanel;
+using headrace::LinearCall;
+using headrace::QuantisedRows;
+using headrace::WeightKind;
+
+#if defined(__AVX512VNNI__)
+constexpr int kMaxRows = 6;  // 6 rows x 2 vectors, of whole and of real sums, fill the registers
+#define UNROLL_HERE HEADRACE_UNROLL
+#else
+constexpr int kMaxRows = 1;  // without the instruction nothing is gained by more
+#define UNROLL_HERE
+#endif
+constexpr int kVectors = kPanel / kLanes;
+constexpr int kUnits = kGroup / 4;
+constexpr int kLineBytes = 64;
+
+#if defined(__AVX512VNNI__)
+
+typedef __m512i I16;
+
+inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline F16 to_floats(I16 a) { return _mm512_cvtepi32_ps(a); }
+// Four products per lane: bytes of `weights` without a sign, of the input with one.
+inline I16 dot_add(I16 sums, I16 weights, I16 input) { return _mm512_dpbusd_epi32(sums, weights, input); }
+inline I16 load_bytes(const char* p) { return _mm512_loadu_si512(p); }
+inline I16 low_halves(I16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+inline I16 high_halves(I16 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+
+#else
+
+struct I16 {
+  uint32_t lane[kLanes];
+};
+
+inline I16 splat_int(int32_t x) {
+  I16 r;
+  for (int i = 0; i < kLanes; ++i) r.lane[i] = uint32_t(x);
+  return r;
+}
+inline F16 to_floats(I16 a) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = float(int32_t(a.lane[i]));
+  return load(lanes);
+}
+inline I16 dot_add(I16 sums, I16 weights, I16 input) {
+  for (int i = 0; i < kLanes; ++i)
+    for (int byte = 0; byte < 4; ++byte)
+      sums.lane[i] += uint32_t(int32_t((weights.lane[i] >> 8 * byte) & 255) * int8_t(input.lane[i] >> 8 * byte));
+  return sums;
+}
+inline I16 load_bytes(const char* p) {
+  I16 r;
+  std::memcpy(&r, p, sizeof r);
+  return r;
+}
+inline I16 low_halves(I16 a) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] &= 0x0f0f0f0fu;
+  return a;
+}
+inline I16 high_halves(I16 a) {
+  for (int i = 0; i < kLanes; ++i) a.lane[i] = (a.lane[i] >> 4) & 0x0f0f0f0fu;
+  return a;
+}
+
+#endif
+
+#if defined(__AVX512F__)
+inline F16 load_halves(const char* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#else
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = (half >> 10) & 31, fraction = half & 1023;
+  if (exponent == 0) return (sign ? -1.f : 1.f) * float(fraction) * (1.f / 16777216.f);
+  const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13);
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline F16 load_halves(const char* p) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    uint16_t half;
+    std::memcpy(&half, p + 2 * i, 2);
+    lanes[i] = half_to_float(half);
+  }
+  return load(lanes);
+}
+#endif
+
+constexpr int64_t group_bytes(WeightKind kind) {
+  return kind == headrace::kInt8 ? kPanel * 2 + kGroup * kPanel : kPanel * 4 + kGroup * kPanel / 2;
+}
+
+// One group of one panel for R rows: adds to `sums`.
+template <WeightKind Kind, int R>
+inline void add_group(const char* packed, const int8_t* in, int64_t row_bytes, const float* scales,
+                      const int32_t* totals, int64_t num_groups, F16 (&sums)[R][kVectors]) {
+  const char* weights = packed + (Kind == headrace::kInt8 ? 2 : 4) * kPanel;
+  I16 dots[R][kVectors];
+  UNROLL_HERE
+  for (int r = 0; r < R; ++r) {
+    // Weights of eight bits are stored 128 too large, to have no sign.
+    const I16 start = splat_int(Kind == headrace::kInt8 ? -128 * totals[r * num_groups] : 0);
+    UNROLL_HERE
+    for (int v = 0; v < kVectors; ++v) dots[r][v] = start;
+  }
+  const auto add_unit = [&](int unit, const I16(&w)[kVectors]) {
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, in + r * row_bytes + 4 * unit, 4);
+      const I16 input = splat_int(four);
+      UNROLL_HERE
+      for (int v = 0; v < kVectors; ++v) dots[r][v] = dot_add(dots[r][v], w[v], input);
+    }
+  };
+  if (Kind == headrace::kInt8) {
+    UNROLL_HERE
+    for (int unit = 0; unit < kUnits; ++unit) {
+      I16 w[kVectors];
+      UNROLL_HERE
+      for (int v = 0; v < kVectors; ++v) w[v] = load_bytes(weights + (unit * kVectors + v) * kLineBytes);
+      add_unit(unit, w);
+    }
+  } else {
+    UNROLL_HERE
+    for (int unit = 0; unit < kUnits / 2; ++unit) {
+      I16 low[kVectors], high[kVectors];
+      UNROLL_HERE
+      for (int v = 0; v < kVectors; ++v) {
+        const I16 both = load_bytes(weights + (v * kUnits / 2 + unit) * kLineBytes);
+        low[v] = low_halves(both);
+        high[v] = high_halves(both);
+      }
+      add_unit(unit, low);
+      add_unit(unit + kUnits / 2, high);
+    }
+  }
+  UNROLL_HERE
+  for (int v = 0; v < kVectors; ++v) {
+    const F16 scale = load_halves(packed + v * kLanes * 2);
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      F16 part = mul(to_floats(dots[r][v]), scale);
+      if (Kind == headrace::kInt4)
+        part = fma(load_halves(packed + (kPanel + v * kLanes) * 2), splat(float(totals[r * num_groups])), part);
+      sums[r][v] = fma(part, splat(scales[r * num_groups]), sums[r][v]);
+    }
+  }
+}
+
+// What is fetched meanwhile: the groups of the next panel that are this run of rows' share.
+struct NextPanel {
+  const char* begin;  // null: nothing
+  int64_t turn, num_turns;
+};
+
+template <WeightKind Kind, typename Stored, typename Out, int R>
+void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel next) {
+  constexpr int64_t kBytes = group_bytes(Kind);
+  const QuantisedRows& rows = call.quantised;
+  const int64_t num_groups = rows.num_groups, column = panel * kPanel;
+  UNROLL_HERE
+  for (int r = 0; r < R; ++r) {
+    prefetch_write(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + column);
+    if (call.residual)
+      prefetch(reinterpret_cast<const char*>(static_cast<const Stored*>(call.residual) +
+                                             (row + r) * call.residual_stride + column));
+  }
+  F16 sums[R][kVectors];
+  UNROLL_HERE
+  for (int r = 0; r < R; ++r)
+    UNROLL_HERE
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.f);
+  const char* packed = reinterpret_cast<const char*>(call.weights) + panel * num_groups * kBytes;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    if (next.begin && group % next.num_turns == next.turn)
+      for (const char* line = next.begin + group * kBytes; line < next.begin + (group + 1) * kBytes; line += kLineBytes)
+        prefetch(line);
+    add_group<Kind, R>(packed + group * kBytes, rows.numbers + (row * num_groups + group) * kGroup,
+                       num_groups * kGroup, rows.scales + row * num_groups + group,
+                       rows.totals + row * num_groups + group, num_groups, sums);
+  }
+  UNROLL_HERE
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t first = column + v * kLanes;
+    const int count = int(call.num_outputs - first < kLanes ? call.num_outputs - first : kLanes);
+    if (count <= 0) break;
+    const F16 bias = call.bias ? load_first(static_cast<const Stored*>(call.bias) + first, count) : splat(0.f);
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      F16 sum = call.bias ? add(sums[r][v], bias) : sums[r][v];
+      if (call.residual)
+        sum = add(sum, load_first(static_cast<const Stored*>(call.residual) + (row + r) * call.residual_stride + first,
+                                  count));
+      store_first(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + first, sum, count);
+    }
+  }
+}
+
+template <WeightKind Kind, typename Stored, typename Out>
+void multiply_some(const LinearCall& call, int64_t row, int count, int64_t panel, NextPanel next) {
+#if defined(__AVX512VNNI__)
+  switch (count) {
+    case 2: return multiply_rows<Kind, Stored, Out, 2>(call, row, panel, next);
+    case 3: return multiply_rows<Kind, Stored, Out, 3>(call, row, panel, next);
+    case 4: return multiply_rows<Kind, Stored, Out, 4>(call, row, panel, next);
+    case 5: return multiply_rows<Kind, Stored, Out, 5>(call, row, panel, next);
+    case 6: return multiply_rows<Kind, Stored, Out, 6>(call, row, panel, next);
+  }
+#endif
+  if (count == 1) multiply_rows<Kind, Stored, Out, 1>(call, row, panel, next);
+}
+
+template <WeightKind Kind, typename Stored, typename Out>
+void multiply_block(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
+                    int64_t last_panel) {
+  // With many rows some panels stay in the core's cache for all of them.
+  constexpr int64_t kPanelsBytes = 160 * 1024;
+  const int64_t num_rows = last_row - first_row;
+  const int64_t num_runs = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int64_t panel_bytes = call.quantised.num_groups * group_bytes(Kind);
+  const int64_t step = num_runs <= 4 || panel_bytes >= kPanelsBytes ? 1 : kPanelsBytes / panel_bytes;
+  for (int64_t first = first_panel; first < last_panel; first += step) {
+    const int64_t last = first + step < last_panel ? first + step : last_panel;
+    for (int64_t run = 0; run < num_runs; ++run) {
+      const int64_t begin = num_rows * run / num_runs, end = num_rows * (run + 1) / num_runs;
+      for (int64_t panel = first; panel < last; ++panel) {
+        NextPanel next = {nullptr, run, num_runs};
+        // One or two rows go at the memory's pace, which the processor's own prefetching keeps best.
+        if (num_rows > 2 && panel + step < last_panel)
+          next.begin = reinterpret_cast<const char*>(call.weights) + (panel + step) * panel_bytes;
+        multiply_some<Kind, Stored, Out>(call, first_row + begin, int(end - begin), panel, next);
+      }
+    }
+  }
+}
+
+template <WeightKind Kind, typename Stored>
+void multiply_typed(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
+                    int64_t last_panel) {
+  if (call.is_out_fp32) return multiply_block<Kind, Stored, float>(call, first_row, last_row, first_panel, last_panel);
+  multiply_block<Kind, Stored, Stored>(call, first_row, last_row, first_panel, last_panel);
+}
+
+// The whole numbers nearest to `x`, as bytes; returns their total.
+inline int32_t store_bytes(F16 x, int8_t* out) {
+#if defined(__AVX512F__)
+  const __m512i whole = _mm512_cvtps_epi32(x);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(whole));
+  return _mm512_reduce_add_epi32(whole);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    const float nearest = __builtin_rintf(x.lane[i]);
+    out[i] = nearest == nearest ? int8_t(nearest) : int8_t(0);
+    total += out[i];
+  }
+  return total;
+#endif
+}
+
+template <typename Stored>
+void quantise_typed(const Stored* in, int64_t stride, int64_t width, const QuantisedRows& rows, int64_t first,
+                    int64_t last) {
+  for (int64_t row = first; row < last; ++row)
+    for (int64_t group = 0; group < rows.num_groups; ++group) {
+      const Stored* from = in + row * stride + group * kGroup;
+      const int count = int(width - group * kGroup < kGroup ? width - group * kGroup : kGroup);
+      const F16 low = count >= kLanes ? load(from) : load_first(from, count);
+      const F16 high = count == kGroup ? load(from + kLanes) : load_first(from + kLanes, count - kLanes);
+      // A NaN in either half has to come out: the scale carries it into the row's results.
+      const F16 magnitudes = max_b(absolute(low), absolute(high));
+      const float greatest_one = greatest(magnitudes);
+      const float poison = sum(mul(add(low, high), splat(0.f)));
+      // So small a group counts as nothing: 127 over it might be infinite.
+      const float inverse = greatest_one > 1e-30f ? 127.f / greatest_one : 0.f;
+      const int64_t place = row * rows.num_groups + group;
+      int8_t* to = rows.numbers + place * kGroup;
+      rows.totals[place] = store_bytes(mul(low, splat(inverse)), to) + store_bytes(mul(high, splat(inverse)), to + kLanes);
+      rows.scales[place] = greatest_one / 127.f + poison;
+    }
+}
+
+}  // namespace
+
+namespace HEADRACE_VARIANT {
+
+void quantise(headrace::DType dtype, const void* in, int64_t stride, int64_t width, const QuantisedRows& rows,
+              int64_t first, int64_t last) {
+  if (dtype == headrace::kBfloat16)
+    return quantise_typed(static_cast<const bf16*>(in), stride, width, rows, first, last);
+  quantise_typed(static_cast<const float*>(in), stride, width, rows, first, last);
+}
+
+void multiply_quantised(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
+                        int64_t last_panel) {
+  const bool is_narrow = call.dtype == headrace::kBfloat16;
+  if (call.kind == headrace::kInt8) {
+    const auto multiply = is_narrow ? multiply_typed<headrace::kInt8, bf16> : multiply_typed<headrace::kInt8, float>;
+    return multiply(call, first_row, last_row, first_panel, last_panel);
+  }
+  const auto multiply = is_narrow ? multiply_typed<headrace::kInt4, bf16> : multiply_typed<headrace::kInt4, float>;
+  multiply(call, first_row, last_row, first_panel, last_panel);
+}
+
+}  // namespace HEADRACE_VARIANT
