@@ -86,7 +86,7 @@ class EngineCore:
         self._layout = layout
         self._tokenizer = tokenizer
         self._clock = clock
-        self._kv = KVCacheManager(layout)
+        self._kv = KVCacheManager(layout, info.name)
         self._budget = LatencyBudget(config.latency)
         self._speculation = config.speculation
         self._speculator = Speculator(

@@ -147,6 +147,7 @@ class Sequence:
         num_prompt_logprobs_told: for how many places of the prompt logprobs have been told.
         num_skips: how many others behind it were admitted before it, because it did not fit yet.
         rank: its place for good; the scheduler gives it.
+        num_prompt_tokens: tokens that the caller gave.
         is_late: whether its first token can't come in time any more, so that others go first.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
         num_accepted_draft_tokens: those of them that stand in its text.
@@ -175,6 +176,10 @@ class Sequence:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def suppressed_token_ids(self) -> frozenset[int]:
@@ -219,11 +224,6 @@ class Sequence:
         )
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens that the caller gave."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def is_read_only(self) -> bool:
         """Whether no token is made at all: the prompt is computed for its logprobs alone."""
         return self.max_len == self.num_prompt_tokens
@@ -241,7 +241,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
-        return self.num_new_tokens == 1 and self.num_output_tokens > 0
+        num_known = len(self.token_ids)
+        return num_known - self.num_computed_tokens == 1 and num_known > self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -27,12 +27,18 @@ class BlockPool:
         self._free: deque[int] = deque(range(1, num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._is_worth_keeping: set[int] = set()
+        self._num_references = 0
         self._on_evict = on_evict
 
     @property
     def num_usable(self) -> int:
         """All blocks but the null block."""
         return len(self._ref_counts) - 1
+
+    @property
+    def num_references(self) -> int:
+        """References to all blocks together: a block that several tables hold counts several times."""
+        return self._num_references
 
     @property
     def num_kept(self) -> int:
@@ -57,6 +63,7 @@ class BlockPool:
         block_ids = [self._free.popleft() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
+        self._num_references += num_blocks
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -71,6 +78,7 @@ class BlockPool:
                     raise IntegrityError(f"block {block_id} is free and can't be shared")
                 del self._kept[block_id]
             self._ref_counts[block_id] += 1
+            self._num_references += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference of each block; of those that become unused the first is the first to be evicted.
@@ -82,6 +90,7 @@ class BlockPool:
             if self._ref_counts[block_id] <= 0:
                 raise IntegrityError(f"block {block_id} was released more often than it was taken")
             self._ref_counts[block_id] -= 1
+            self._num_references -= 1
             if self._ref_counts[block_id] == 0:
                 if block_id in self._is_worth_keeping:
                     self._kept[block_id] = None
@@ -142,3 +151,5 @@ class BlockPool:
                 raise IntegrityError(
                     f"block {block_id}: in {num_held} tables and {num_places} lists of unused ones"
                 )
+        if held.total() != self._num_references:
+            raise IntegrityError(f"{held.total()} references are held, {self._num_references} counted")

@@ -32,21 +32,45 @@ class PrefixMatch:
 NO_MATCH = PrefixMatch()
 
 
+class _BlockTable:
+    """The blocks of one sequence, in order.
+
+    Args:
+        block_ids: the first ones.
+        num_shareable: how many of them others can find already.
+    """
+
+    __slots__ = ("_as_tuple", "block_ids", "num_shareable")
+
+    def __init__(self, block_ids: List[int] = (), num_shareable: int = 0) -> None:
+        self.block_ids = list(block_ids)
+        self.num_shareable = num_shareable
+        self._as_tuple: tuple[int, ...] = ()
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """The ids. Made anew only when the table has grown: most steps write to blocks that are there."""
+        if len(self._as_tuple) != len(self.block_ids):
+            self._as_tuple = tuple(self.block_ids)
+        return self._as_tuple
+
+
 class KVCacheManager:
     """The one owner of block tables. Leaving by any path is `free`, once.
 
     Args:
         layout: the pool as allocated.
+        model: name of what computes the KV; part of what makes a block's content known.
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, model: str = "") -> None:
         self.layout = layout
+        self._model = model
+        self._block_size = layout.block_size
         self._cache = PrefixCache()
         self._pool = BlockPool(layout.num_blocks, on_evict=self._on_evict)
-        self._tables: dict[SequenceId, list[int]] = {}
+        self._tables: dict[SequenceId, _BlockTable] = {}
         # Per sequence: the keys of its full blocks, as far as they were needed. Known tokens never change.
         self._chains: dict[SequenceId, list[BlockKey]] = {}
-        self._num_shareable: dict[SequenceId, int] = {}
         self._drafted: set[int] = set()
 
     @property
@@ -62,7 +86,7 @@ class KVCacheManager:
     @property
     def num_shared_slots(self) -> int:
         """KV slots saved by sharing: those of blocks that further tables hold beside the first."""
-        return (sum(map(len, self._tables.values())) - self.num_live_blocks) * self.layout.block_size
+        return (self._pool.num_references - self.num_live_blocks) * self._block_size
 
     @property
     def counts(self) -> BlockCounts:
@@ -73,11 +97,14 @@ class KVCacheManager:
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The block table of a sequence; empty when it holds nothing."""
-        return tuple(self._tables.get(sequence_id, ()))
+        table = self._tables.get(sequence_id)
+        return () if table is None else table.as_tuple()
 
     def num_missing_blocks(self, sequence_id: SequenceId, num_tokens: int) -> int:
-        """Blocks that a sequence would still need to hold `num_tokens` tokens."""
-        return self.layout.num_blocks_for(num_tokens) - len(self._tables.get(sequence_id, ()))
+        """Blocks that a sequence would still need to hold `num_tokens` tokens; below 0 when it has more."""
+        table = self._tables.get(sequence_id)
+        held = 0 if table is None else len(table.block_ids)
+        return -(-num_tokens // self._block_size) - held
 
     def allocate_slots(self, sequence_id: SequenceId, num_tokens: int) -> list[int] | None:
         """Let the table reach `num_tokens` tokens in all.
@@ -85,26 +112,29 @@ class KVCacheManager:
         Returns:
             The new block ids (none when the table is long enough); None and no change when they can't be had.
         """
-        missing = self.num_missing_blocks(sequence_id, num_tokens)
-        if missing <= 0:
+        table = self._tables.get(sequence_id)
+        held = 0 if table is None else len(table.block_ids)
+        if num_tokens <= held * self._block_size:
             return []
-        new_blocks = self._pool.allocate(missing)
-        if new_blocks is not None:
-            self._tables.setdefault(sequence_id, []).extend(new_blocks)
+        new_blocks = self._pool.allocate(-(-num_tokens // self._block_size) - held)
+        if new_blocks is None:
+            return None
+        if table is None:
+            table = self._tables[sequence_id] = _BlockTable()
+        table.block_ids += new_blocks
+        if self._drafted:
             self._drafted.difference_update(new_blocks)
         return new_blocks
 
     def mark_drafted(self, sequence_id: SequenceId, num_tokens: int) -> None:
         """Note that the draft model has computed a sequence's first tokens, too: who shares their full
         blocks finds its KV there."""
-        table = self._tables.get(sequence_id, [])
-        self._drafted.update(table[: num_tokens // self.layout.block_size])
+        self._drafted.update(self.block_ids(sequence_id)[: num_tokens // self._block_size])
 
     def num_drafted_tokens(self, sequence_id: SequenceId) -> int:
         """How many of a sequence's first tokens lie in full blocks that the draft model has computed, too."""
-        table = self._tables.get(sequence_id, [])
-        blocks = takewhile(self._drafted.__contains__, table)
-        return sum(1 for _ in blocks) * self.layout.block_size
+        blocks = takewhile(self._drafted.__contains__, self.block_ids(sequence_id))
+        return sum(1 for _ in blocks) * self._block_size
 
     def match_prefix(self, sequence_id: SequenceId, token_ids: List[int], isolation_key: str) -> PrefixMatch:
         """Find the longest run of shareable blocks that begins a sequence. Changes nothing.
@@ -137,8 +167,7 @@ class KVCacheManager:
             raise IntegrityError(f"sequence {sequence_id} has a block table already")
         if match.block_ids:
             self._pool.share(match.block_ids)
-            self._tables[sequence_id] = list(match.block_ids)
-            self._num_shareable[sequence_id] = len(match.block_ids)
+            self._tables[sequence_id] = _BlockTable(match.block_ids, num_shareable=len(match.block_ids))
 
     def offer(
         self, sequence_id: SequenceId, token_ids: List[int], num_computed: int, isolation_key: str
@@ -150,11 +179,12 @@ class KVCacheManager:
             num_computed: tokens whose KV is valid.
         """
         table = self._tables[sequence_id]
-        num_full = num_computed // self.layout.block_size
-        for i in range(self._num_shareable.get(sequence_id, 0), num_full):
-            if self._cache.add(self._key(sequence_id, i, token_ids, isolation_key), table[i]):
-                self._pool.keep(table[i])
-        self._num_shareable[sequence_id] = num_full
+        num_full = num_computed // self._block_size
+        while table.num_shareable < num_full:
+            i, block_id = table.num_shareable, table.block_ids[table.num_shareable]
+            if self._cache.add(self._key(sequence_id, i, token_ids, isolation_key), block_id):
+                self._pool.keep(block_id)
+            table.num_shareable += 1
 
     def free(self, sequence_id: SequenceId, *, is_over: bool = False) -> None:
         """Give back all that a sequence holds. Nothing happens when it holds nothing.
@@ -162,15 +192,16 @@ class KVCacheManager:
         Args:
             is_over: whether it will never come back, so that nothing need be remembered for it.
         """
-        self._num_shareable.pop(sequence_id, None)
-        # Last block first: what begins a text is likelier to be asked for again than what ends it.
-        self._pool.release(reversed(self._tables.pop(sequence_id, [])))
+        table = self._tables.pop(sequence_id, None)
+        if table is not None:
+            # Last block first: what begins a text is likelier to be asked for again than what ends it.
+            self._pool.release(reversed(table.block_ids))
         if is_over:
             self._chains.pop(sequence_id, None)
 
     def withdraw(self, sequence_id: SequenceId) -> None:
         """Let nobody else share what a sequence has offered: its content is not to be trusted."""
-        for block_id in self._tables.get(sequence_id, ()):
+        for block_id in self.block_ids(sequence_id):
             if self._cache.forget(block_id):
                 self._pool.unkeep(block_id)
 
@@ -184,7 +215,7 @@ class KVCacheManager:
         Raises:
             IntegrityError: they don't add up.
         """
-        self._pool.check_integrity(self._tables.values())
+        self._pool.check_integrity(table.block_ids for table in self._tables.values())
 
     def _on_evict(self, block_id: int) -> None:
         if not self._cache.forget(block_id):
@@ -192,8 +223,8 @@ class KVCacheManager:
 
     def _key(self, sequence_id: SequenceId, i: int, token_ids: List[int], isolation_key: str) -> BlockKey:
         chain = self._chains.setdefault(sequence_id, [])
-        size = self.layout.block_size
+        size = self._block_size
         while len(chain) <= i:
-            parent = chain[-1].digest if chain else chain_root(isolation_key)
+            parent = chain[-1].digest if chain else chain_root(isolation_key, self._model)
             chain.append(next_key(parent, token_ids[len(chain) * size : (len(chain) + 1) * size]))
         return chain[i]

@@ -1,7 +1,7 @@
 """Which full blocks hold the KV of which beginning of a text.
 
 A block is known by a hash chain: SHA-256 over the hash of the block before it, its own token ids, and at the
-head of the chain the isolation key. The ids are compared on every hit all the same.
+head of the chain the isolation key and the model. The ids are compared on every hit all the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class BlockKey:
     token_ids: tuple[int, ...]
 
 
-def chain_root(isolation_key: str) -> bytes:
-    """The digest that every chain of one isolation key starts from."""
-    return hashlib.sha256(b"headrace prefix\0" + isolation_key.encode()).digest()
+def chain_root(isolation_key: str, model: str = "") -> bytes:
+    """The digest that every chain of one isolation key and one model starts from."""
+    name = model.encode()
+    # The length says where the name ends, so no two pairs make the same text.
+    return hashlib.sha256(b"headrace prefix %d " % len(name) + name + isolation_key.encode()).digest()
 
 
 def next_key(parent: bytes, token_ids: Sequence[int]) -> BlockKey:
