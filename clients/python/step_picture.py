@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _WIDTH_IN = 10.0
 _LANE_IN = 0.26
-_FRAME_IN = 1.25
+_MAX_LANES_IN = 40.0
+_LABELLED_LANE_IN = 0.13
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.5, 0.15, 0.3, 0.8
 _LANE_HEIGHT = 0.84
 _PX_PER_CHARACTER = 7.0
 _GOLDEN = 0.618034
@@ -29,6 +31,10 @@ _UNSEEN = "#9a9a9a"
 _INK = "#222222"
 _BRIGHT = 0.62
 _PNG_DPI = 150
+
+
+Colour = tuple[float, float, float]
+"""Red, green and blue, each from 0 to 1."""
 
 
 def write_picture(path: Path, log: StepLog, *, num_steps: int | None = None) -> None:
@@ -44,8 +50,8 @@ def write_picture(path: Path, log: StepLog, *, num_steps: int | None = None) -> 
         figure.savefig(path, dpi=_PNG_DPI, metadata=metadata)
 
 
-def colours_of(log: StepLog) -> Mapping[str, tuple[float, float, float]]:
-    """A colour (red, green, blue; 0 to 1) for each request, by the order in which they were first seen."""
+def colours_of(log: StepLog) -> Mapping[str, Colour]:
+    """A colour for each request, by the order in which they were first seen."""
     return {
         request: colorsys.hls_to_rgb((number * _GOLDEN) % 1.0, (0.56, 0.68, 0.46)[number % 3], 0.62)
         for number, request in enumerate(requests_in_order([log]))
@@ -70,8 +76,12 @@ def _styled() -> AbstractContextManager[None]:
 
 
 def _draw(log: StepLog, num_steps: int) -> Figure:
-    figure = Figure(figsize=(_WIDTH_IN, _FRAME_IN + _LANE_IN * log.num_slots), layout="constrained")
-    axes = figure.add_subplot()
+    lane_in = min(_LANE_IN, _MAX_LANES_IN / log.num_slots)
+    lanes_in = lane_in * log.num_slots
+    height_in = _TOP_IN + lanes_in + _BOTTOM_IN
+    figure = Figure(figsize=(_WIDTH_IN, height_in))
+    width = (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / _WIDTH_IN
+    axes = figure.add_axes((_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height_in, width, lanes_in / height_in))
     axes.set_xlim(0, num_steps)
     axes.set_ylim(log.num_slots - 0.5, -0.5)
     for slot in range(log.num_slots):
@@ -92,6 +102,21 @@ def _draw(log: StepLog, num_steps: int) -> Figure:
             hatch="xxx",
             linewidth=0,
         )
+    if lane_in >= _LABELLED_LANE_IN:
+        _label(axes, log, num_steps, colours)
+    _explain(figure, axes, log)
+    return figure
+
+
+def _draw_span(axes: Axes, log: StepLog, span: Span, colour: Colour) -> None:
+    _bar(axes, log, span, facecolors=[colour])
+    if span.is_finished:
+        end = span.end_step - log.first_step
+        half = _LANE_HEIGHT / 2
+        axes.plot([end, end], [span.slot - half, span.slot + half], color=_INK, linewidth=1.2)
+
+
+def _label(axes: Axes, log: StepLog, num_steps: int, colours: Mapping[str, Colour]) -> None:
     for span, where in _labelled(log, num_steps):
         red, green, blue = colours[span.request]
         is_bright = 0.3 * red + 0.59 * green + 0.11 * blue > _BRIGHT
@@ -104,16 +129,6 @@ def _draw(log: StepLog, num_steps: int) -> Figure:
             color=_INK if is_bright else "white",
             fontsize=8,
         )
-    _explain(axes, log)
-    return figure
-
-
-def _draw_span(axes: Axes, log: StepLog, span: Span, colour: tuple[float, float, float]) -> None:
-    _bar(axes, log, span, facecolors=[colour])
-    if span.is_finished:
-        end = span.end_step - log.first_step
-        half = _LANE_HEIGHT / 2
-        axes.plot([end, end], [span.slot - half, span.slot + half], color=_INK, linewidth=1.2)
 
 
 def _bar(axes: Axes, log: StepLog, span: Span, **style: Any) -> None:
@@ -138,7 +153,7 @@ def _labelled(log: StepLog, num_steps: int) -> Iterator[tuple[Span, float]]:
             yield span, span.first_step - log.first_step + span.num_steps / 2
 
 
-def _explain(axes: Axes, log: StepLog) -> None:
+def _explain(figure: Figure, axes: Axes, log: StepLog) -> None:
     axes.set_title(
         f"{log.batching} batching: {log.num_requests} requests over {log.num_slots} slots, "
         f"{log.num_steps} steps, {log.occupancy:.0%} of the slots busy",
@@ -160,11 +175,4 @@ def _explain(axes: Axes, log: StepLog) -> None:
         handles.append(
             Patch(facecolor="white", edgecolor=_UNSEEN, hatch="xxx", linewidth=0, label="steps not seen")
         )
-    axes.legend(
-        handles=handles,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.5 / (_LANE_IN * log.num_slots)),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-    )
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)

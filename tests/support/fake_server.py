@@ -310,6 +310,9 @@ class FakeControl(ControlServiceServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no budget in this build")
 
 
+FAKE_CONTROL = FakeControl()
+
+
 @dataclass(frozen=True)
 class FakeServer:
     """A running server: where it listens and what it saw."""
@@ -342,15 +345,20 @@ def rpc_status_of(status: status_pb2.Status) -> grpc.Status:
 
 @asynccontextmanager
 async def running_fake_server(
-    *scripts: Script, default: Script = echo, has_chat_template: bool = True, target: str = "127.0.0.1:0"
+    *scripts: Script,
+    default: Script = echo,
+    has_chat_template: bool = True,
+    target: str = "127.0.0.1:0",
+    control: FakeControl | None = FAKE_CONTROL,
 ) -> AsyncIterator[FakeServer]:
-    """Serve on a free loopback port."""
+    """Serve on a free loopback port; without `control`, as a port for callers does."""
     server = grpc.aio.server()
     generation = FakeGeneration(scripts, default)
     health_servicer = health.aio.HealthServicer()
     add_GenerationServiceServicer_to_server(generation, server)
     add_ModelServiceServicer_to_server(FakeModels(has_chat_template=has_chat_template), server)
-    add_ControlServiceServicer_to_server(FakeControl(), server)
+    if control is not None:
+        add_ControlServiceServicer_to_server(control, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     port = server.add_insecure_port(target)
     await server.start()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from headrace.clients.events import KvBlocks, Load, StepTotals
+from headrace.clients.step_log import Work
+from headrace.clients.top import Lane, PartTime, Snapshot
+from headrace.clients.top_view import JsonTop, LiveTop, PlainTop, WholeTop, sparkline
+
+LOAD = Load(2, 3, 4, KvBlocks(200, 140, 10, 50), StepTotals(), "continuous", "tiny", 93_784.0)
+LANES = (
+    Lane(0, "1:first", 0, Work.DECODE, 12, 40, False, 25.04),
+    Lane(1, "2:second", 1, Work.PREFILL, 512, 0, True, None),
+    Lane(2),
+    Lane(3),
+)
+
+
+def make_snapshot(*, num_missed: int = 0, lanes: tuple[Lane, ...] = LANES) -> Snapshot:
+    return Snapshot(
+        load=LOAD,
+        prefill_tokens_per_s=102.4,
+        decode_tokens_per_s=50.0,
+        steps_per_s=25.0,
+        num_preemptions=7,
+        num_recent_preemptions=1,
+        parts=(PartTime("step", 0.04, 0.05), PartTime("schedule", 0.0001, 0.0002)),
+        num_missed=num_missed,
+        lanes=lanes,
+        history=(0.0, 50.0, 100.0),
+    )
+
+
+Whole = type[LiveTop] | type[WholeTop]
+
+
+def shown(view_of: Whole, snapshot: Snapshot, width: int = 100, height: int = 40) -> str:
+    out = io.StringIO()
+    is_live = view_of is LiveTop
+    console = Console(file=out, width=width, height=height, color_system=None, force_terminal=is_live)
+    with view_of(console, "host:1") as view:
+        view.show(snapshot)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("view", [LiveTop, WholeTop])
+def test_the_picture_has_load_rates_blocks_times_and_a_lane_for_each_slot(view: Whole) -> None:
+    text = shown(view, make_snapshot())
+    for said in (
+        "tiny",
+        "up 1 d 2:03:04",
+        "2 running of 4   3 waiting   7 preemptions (1 lately)",
+        "50.0 decode",
+        "102.4 prefill",
+        "50 live, 10 cached, 140 free of 200 blocks",
+        "step 40.0 ms/50.0 ms   schedule 0.10 ms/0.20 ms",
+    ):
+        assert said in text
+    lanes = [line.split() for line in text.splitlines()]
+    assert ["0", "decode", "≥12", "≥40", "25.0", "first"] in lanes
+    assert ["1", "prefill", "512", "0", "second", "[1]"] in lanes
+    assert ["2", "idle"] in lanes
+    assert "not seen" not in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_picture_fits_its_terminal(width: int) -> None:
+    many = tuple(Lane(slot, f"{slot}:request {slot} of {'many ' * 30}") for slot in range(64))
+    lines = shown(LiveTop, make_snapshot(num_missed=9, lanes=many), width, height=20).splitlines()
+    lines = [line.split("\x1b[H")[-1].split("\x1b")[0] for line in lines]
+    assert max(map(cell_len, lines)) <= width
+    assert len(lines) <= 21
+    assert any("55 more" in line for line in lines)
+
+
+def test_missed_steps_are_told() -> None:
+    assert "12 steps were not seen" in shown(WholeTop, make_snapshot(num_missed=12))
+
+
+def test_elsewhere_it_is_a_line_each_time() -> None:
+    out = io.StringIO()
+    with PlainTop(Console(file=out, width=40)) as view:
+        view.show(make_snapshot(num_missed=2))
+        view.say("host:1: gone; trying again")
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("up 1 d 2:03:04  2/4 running, 3 waiting, 102.4 prefill + 50.0 decode tokens/s")
+    assert first.endswith("step 40.0 ms (p99 50.0 ms), 2 steps not seen")
+    assert second == "host:1: gone; trying again"
+
+
+def test_json_is_an_object_each_time() -> None:
+    out = io.StringIO()
+    with JsonTop(Console(file=out, width=40)) as view:
+        view.show(make_snapshot())
+        view.say("gone")
+    first, second = map(json.loads, out.getvalue().splitlines())
+    assert (first["num_waiting"], first["blocks"]["live"], first["decode_tokens_per_s"]) == (3, 50, 50.0)
+    assert [(lane["slot"], lane["request"], lane["work"]) for lane in first["lanes"]] == [
+        (0, "1:first", "decode"),
+        (1, "2:second", "prefill"),
+    ]
+    assert second == {"message": "gone"}
+
+
+def test_while_there_is_no_server_the_last_picture_stays_below_the_message() -> None:
+    out = io.StringIO()
+    with LiveTop(Console(file=out, width=100, height=30, force_terminal=True), "host:1") as view:
+        view.say("the model is still loading")
+        view.show(make_snapshot())
+        view.say("gone; trying again")
+    last = out.getvalue().rpartition("gone; trying again")[2]
+    assert "still loading" in out.getvalue()
+    assert "first" in last
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [((), 5, ""), ((0.0, 0.0), 5, "▁▁"), ((0, 4, 8), 5, "▁▅█"), ((8, 4, 8), 2, "▅█"), ((1.0,), -3, "")],
+)
+def test_a_sparklines_highest_bar_is_full(values: tuple[float, ...], width: int, bars: str) -> None:
+    assert sparkline(values, width) == bars
