@@ -2,11 +2,15 @@
 
 from headrace.engine.async_engine import AsyncEngine
 from headrace.engine.config import (
+    MAX_LATENCY_TARGET_S,
+    MIN_LATENCY_TARGET_S,
     BatchingPolicy,
     CacheConfig,
     CacheLayout,
     DraftSampling,
     EngineConfig,
+    LatencyConfig,
+    LatencyTargets,
     ModelConfig,
     ModelInfo,
     SamplingDefaults,
@@ -38,6 +42,8 @@ from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
     FinishReason,
+    LatencyClass,
+    LatencyStatus,
     Load,
     OutputEvent,
     RowStats,
@@ -64,6 +70,8 @@ from headrace.engine.streams import StepWatch, TokenStream
 from headrace.engine.tokenizer import Chat, ChatMessage, JsonObject, Tokenizer, Tool, ToolCall
 
 __all__ = [
+    "MAX_LATENCY_TARGET_S",
+    "MIN_LATENCY_TARGET_S",
     "AsyncEngine",
     "BatchingPolicy",
     "BlockCounts",
@@ -91,6 +99,10 @@ __all__ = [
     "IntegrityError",
     "InvalidRequest",
     "JsonObject",
+    "LatencyClass",
+    "LatencyConfig",
+    "LatencyStatus",
+    "LatencyTargets",
     "Load",
     "LoadProgress",
     "LoadedModel",

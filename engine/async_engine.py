@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, ModelInfo
+from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, LatencyTargets, ModelInfo
 from headrace.engine.constraints import ConstraintDesk
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.errors import Draining, EngineDead
@@ -178,6 +178,17 @@ class AsyncEngine:
     def load(self) -> Load:
         """How busy it is now."""
         return self._core.load
+
+    def set_latency_targets(self, targets: LatencyTargets, priority: int | None = None) -> None:
+        """Change which latencies are promised, from the next step on.
+
+        Args:
+            priority: the class that it is for; None is for all, those with targets of their own included.
+
+        Raises:
+            ConfigError: too many classes have targets of their own.
+        """
+        self._core.set_latency_targets(targets, priority)
 
     def flush_cache(self) -> int:
         """Give up all cached KV that no live request holds; returns the number of blocks."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from headrace.engine import InvalidRequest
+from headrace.engine import ConfigError, InvalidRequest
 from headrace.service.convert import load_to_proto, seconds, step_to_proto
 from headrace.service.health import Health
 from headrace.service.interceptors import Context
+from headrace.service.latency import latency_to_proto, targets_from_proto
 from headrace.service.serving import Serving
-from headrace.service.status import duration, not_offered
+from headrace.service.status import duration
 from headrace.service.telemetry import log
 from headrace.v1 import control_pb2, control_pb2_grpc
 
@@ -49,7 +50,7 @@ class Drainer:
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """Load, steps, drain."""
+    """Load, steps, latencies, drain."""
 
     def __init__(self, serving: Serving, drainer: Drainer) -> None:
         self._serving = serving
@@ -74,7 +75,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         """The load now."""
         served = self._serving.model()
         engine = served.engine
-        told = load_to_proto(engine.load(), engine.batching.value, engine.max_num_seqs)
+        load = engine.load()
+        told = load_to_proto(load, engine.batching.value, engine.max_num_seqs)
+        told.latency.CopyFrom(latency_to_proto(load.latency))
         told.model = served.name
         told.uptime.CopyFrom(duration(served.uptime_s))
         return told
@@ -93,5 +96,12 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def SetLatencyBudget(
         self, request: control_pb2.SetLatencyBudgetRequest, context: Context
     ) -> control_pb2.SetLatencyBudgetResponse:
-        """Not in this build."""
-        raise not_offered("SetLatencyBudget")
+        """Promise other latencies."""
+        served = self._serving.model()
+        targets, priority = targets_from_proto(request, served.limits)
+        try:
+            served.engine.set_latency_targets(targets, priority)
+        except ConfigError as error:
+            raise InvalidRequest.of("priority", str(error)) from error
+        log.info("latency targets", tpot_s=targets.tpot_s, ttft_s=targets.ttft_s, priority=priority)
+        return control_pb2.SetLatencyBudgetResponse(latency=latency_to_proto(served.engine.load().latency))

@@ -134,11 +134,88 @@ async def test_a_negative_grace_is_refused_and_nothing_is_drained() -> None:
     assert violated_fields(status_of(refusal.value)) == ["grace"]
 
 
-async def test_what_this_build_does_not_have_says_so() -> None:
+def span(seconds: float) -> Duration:
+    """A Duration, in whole nanoseconds."""
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+async def test_a_latency_budget_is_told_changed_and_removed() -> None:
+    async with running_service() as service:
+        before = (await service.control.GetLoad(GetLoadRequest())).latency
+        answer = await service.control.SetLatencyBudget(
+            SetLatencyBudgetRequest(time_per_output_token=span(0.05), time_to_first_token=span(0.5))
+        )
+        of_class = await service.control.SetLatencyBudget(
+            SetLatencyBudgetRequest(time_per_output_token=span(0.02), priority=7)
+        )
+        await generate_ids(service, make_start(max_tokens=3))
+        told = (await service.control.GetLoad(GetLoadRequest())).latency
+        cleared = (await service.control.SetLatencyBudget(SetLatencyBudgetRequest())).latency
+    assert [each.HasField("time_per_output_token") for each in before.classes] == [False]
+    assert answer.latency.classes[0].time_per_output_token == span(0.05)
+    assert answer.latency.classes[0].time_to_first_token == span(0.5)
+    assert not answer.latency.classes[0].HasField("priority")
+    assert [each.priority for each in of_class.latency.classes[1:]] == [7]
+    assert not of_class.latency.classes[1].HasField("time_to_first_token")
+    assert [each.sequences for each in told.classes] == [1, 0]
+    assert told.classes[0].HasField("attained_time_to_first_token_p95")
+    assert not told.classes[1].HasField("attained_time_to_first_token_p95")
+    # For all classes: those with targets of their own included.
+    assert [each.HasField("time_per_output_token") for each in cleared.classes] == [False]
+
+
+@pytest.mark.parametrize(
+    ("request_", "fields"),
+    [
+        (SetLatencyBudgetRequest(time_per_output_token=Duration()), ["time_per_output_token"]),
+        (SetLatencyBudgetRequest(time_to_first_token=Duration(seconds=-1)), ["time_to_first_token"]),
+        (SetLatencyBudgetRequest(time_to_first_token=Duration(nanos=-1)), ["time_to_first_token"]),
+        (SetLatencyBudgetRequest(time_to_first_token=Duration(nanos=2**31 - 1)), ["time_to_first_token"]),
+        (SetLatencyBudgetRequest(time_to_first_token=Duration(seconds=1, nanos=-5)), ["time_to_first_token"]),
+        (SetLatencyBudgetRequest(time_per_output_token=Duration(nanos=1000)), ["time_per_output_token"]),
+        (SetLatencyBudgetRequest(time_per_output_token=Duration(seconds=2**62)), ["time_per_output_token"]),
+        (SetLatencyBudgetRequest(time_per_output_token=span(0.05), priority=101), ["priority"]),
+        (
+            SetLatencyBudgetRequest(
+                time_per_output_token=Duration(), time_to_first_token=Duration(), priority=-(2**31)
+            ),
+            ["time_per_output_token", "time_to_first_token", "priority"],
+        ),
+    ],
+)
+async def test_a_latency_that_cannot_be_promised_is_refused_by_name_and_changes_nothing(
+    request_: SetLatencyBudgetRequest, fields: list[str]
+) -> None:
+    async with running_service() as service:
+        await service.control.SetLatencyBudget(SetLatencyBudgetRequest(time_per_output_token=span(0.25)))
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.control.SetLatencyBudget(request_)
+        told = (await service.control.GetLoad(GetLoadRequest())).latency
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_fields(status_of(refusal.value)) == fields
+    assert [each.time_per_output_token for each in told.classes] == [span(0.25)]
+
+
+async def test_a_field_that_the_budget_does_not_know_is_refused() -> None:
+    request = SetLatencyBudgetRequest.FromString(b"\x48\x01")  # field 9, varint 1
     async with running_service() as service:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await service.control.SetLatencyBudget(SetLatencyBudgetRequest())
-    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            await service.control.SetLatencyBudget(request)
+    assert violated_fields(status_of(refusal.value)) == ["#9"]
+
+
+async def test_too_many_classes_with_targets_are_refused() -> None:
+    async with running_service() as service:
+        for priority in range(64):
+            request = SetLatencyBudgetRequest(time_per_output_token=span(0.1), priority=priority)
+            await service.control.SetLatencyBudget(request)
+        again = SetLatencyBudgetRequest(time_per_output_token=span(0.2), priority=3)
+        await service.control.SetLatencyBudget(again)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.control.SetLatencyBudget(SetLatencyBudgetRequest(priority=-1))
+    assert violated_fields(status_of(refusal.value)) == ["priority"]
 
 
 async def test_a_flush_forgets_what_the_prefix_cache_holds() -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/control.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\"\x13\n\x11\x46lushCacheRequest\"0\n\x12\x46lushCacheResponse\x12\x1a\n\x12num_blocks_flushed\x18\x01 \x01(\x04\"\x10\n\x0eGetLoadRequest\"\xed\x01\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12%\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x15.headrace.v1.KvBlocks\x12\'\n\x06totals\x18\x05 \x01(\x0b\x32\x17.headrace.v1.StepTotals\x12\x10\n\x08\x62\x61tching\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12)\n\x06uptime\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x08KvBlocks\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04live\x18\x04 \x01(\x04\"\xb6\x01\n\nStepTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\x04\x12\x1a\n\x12kv_slots_allocated\x18\x06 \x01(\x04\x12\x15\n\rkv_slots_used\x18\x07 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\"\x13\n\x11WatchStepsRequest\"\xb1\x03\n\x12WatchStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r\x12\x15\n\rdecode_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.headrace.v1.KvBlocks\x12\x30\n\rschedule_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x65xecute_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bupdate_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x04rows\x18\x0b \x03(\x0b\x32\x14.headrace.v1.StepRow\x12\x12\n\nnum_missed\x18\x0c \x01(\x04\x12-\n\nstart_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\"x\n\x07StepRow\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r\x12\x15\n\rdecode_tokens\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\"\xaf\x01\n\x17SetLatencyBudgetRequest\x12\x38\n\x15time_per_output_token\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\x08priority\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x0b\n\t_priority\"\x1a\n\x18SetLatencyBudgetResponse2\x97\x03\n\x0e\x43ontrolService\x12>\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\x12M\n\nFlushCache\x12\x1e.headrace.v1.FlushCacheRequest\x1a\x1f.headrace.v1.FlushCacheResponse\x12\x44\n\x07GetLoad\x12\x1b.headrace.v1.GetLoadRequest\x1a\x1c.headrace.v1.GetLoadResponse\x12O\n\nWatchSteps\x12\x1e.headrace.v1.WatchStepsRequest\x1a\x1f.headrace.v1.WatchStepsResponse0\x01\x12_\n\x10SetLatencyBudget\x12$.headrace.v1.SetLatencyBudgetRequest\x1a%.headrace.v1.SetLatencyBudgetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/control.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\r\"\x13\n\x11\x46lushCacheRequest\"0\n\x12\x46lushCacheResponse\x12\x1a\n\x12num_blocks_flushed\x18\x01 \x01(\x04\"\x10\n\x0eGetLoadRequest\"\x9a\x02\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\r\x12%\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x15.headrace.v1.KvBlocks\x12\'\n\x06totals\x18\x05 \x01(\x0b\x32\x17.headrace.v1.StepTotals\x12\x10\n\x08\x62\x61tching\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12)\n\x06uptime\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x07latency\x18\t \x01(\x0b\x32\x1a.headrace.v1.LatencyStatus\"E\n\x08KvBlocks\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\x04\x12\x0c\n\x04live\x18\x04 \x01(\x04\"\xb6\x01\n\nStepTotals\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x15\n\rdecode_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x05 \x01(\x04\x12\x1a\n\x12kv_slots_allocated\x18\x06 \x01(\x04\x12\x15\n\rkv_slots_used\x18\x07 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x08 \x01(\x01\"\x13\n\x11WatchStepsRequest\"\xb1\x03\n\x12WatchStepsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r\x12\x15\n\rdecode_tokens\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.headrace.v1.KvBlocks\x12\x30\n\rschedule_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x65xecute_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bupdate_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x04rows\x18\x0b \x03(\x0b\x32\x14.headrace.v1.StepRow\x12\x12\n\nnum_missed\x18\x0c \x01(\x04\x12-\n\nstart_time\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\"x\n\x07StepRow\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r\x12\x15\n\rdecode_tokens\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\"\xaf\x01\n\x17SetLatencyBudgetRequest\x12\x38\n\x15time_per_output_token\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\x08priority\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x0b\n\t_priority\"G\n\x18SetLatencyBudgetResponse\x12+\n\x07latency\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.LatencyStatus\"\xd6\x01\n\rLatencyStatus\x12*\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x19.headrace.v1.LatencyClass\x12\x31\n\x0epredicted_step\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12@\n\x1dpredicted_time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsteps_over\x18\x04 \x01(\x04\x12\x10\n\x08num_late\x18\x05 \x01(\r\"\x9d\x03\n\x0cLatencyClass\x12\x15\n\x08priority\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x38\n\x15time_per_output_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nattainable\x18\x04 \x01(\x08\x12\x11\n\tsequences\x18\x05 \x01(\x04\x12\"\n\x1aover_time_per_output_token\x18\x06 \x01(\x04\x12 \n\x18over_time_to_first_token\x18\x07 \x01(\x04\x12\x45\n\"attained_time_per_output_token_p95\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x43\n attained_time_to_first_token_p95\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x0b\n\t_priority2\x97\x03\n\x0e\x43ontrolService\x12>\n\x05\x44rain\x12\x19.headrace.v1.DrainRequest\x1a\x1a.headrace.v1.DrainResponse\x12M\n\nFlushCache\x12\x1e.headrace.v1.FlushCacheRequest\x1a\x1f.headrace.v1.FlushCacheResponse\x12\x44\n\x07GetLoad\x12\x1b.headrace.v1.GetLoadRequest\x1a\x1c.headrace.v1.GetLoadResponse\x12O\n\nWatchSteps\x12\x1e.headrace.v1.WatchStepsRequest\x1a\x1f.headrace.v1.WatchStepsResponse0\x01\x12_\n\x10SetLatencyBudget\x12$.headrace.v1.SetLatencyBudgetRequest\x1a%.headrace.v1.SetLatencyBudgetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,21 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=244
   _globals['_GETLOADREQUEST']._serialized_end=260
   _globals['_GETLOADRESPONSE']._serialized_start=263
-  _globals['_GETLOADRESPONSE']._serialized_end=500
-  _globals['_KVBLOCKS']._serialized_start=502
-  _globals['_KVBLOCKS']._serialized_end=571
-  _globals['_STEPTOTALS']._serialized_start=574
-  _globals['_STEPTOTALS']._serialized_end=756
-  _globals['_WATCHSTEPSREQUEST']._serialized_start=758
-  _globals['_WATCHSTEPSREQUEST']._serialized_end=777
-  _globals['_WATCHSTEPSRESPONSE']._serialized_start=780
-  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1213
-  _globals['_STEPROW']._serialized_start=1215
-  _globals['_STEPROW']._serialized_end=1335
-  _globals['_SETLATENCYBUDGETREQUEST']._serialized_start=1338
-  _globals['_SETLATENCYBUDGETREQUEST']._serialized_end=1513
-  _globals['_SETLATENCYBUDGETRESPONSE']._serialized_start=1515
-  _globals['_SETLATENCYBUDGETRESPONSE']._serialized_end=1541
-  _globals['_CONTROLSERVICE']._serialized_start=1544
-  _globals['_CONTROLSERVICE']._serialized_end=1951
+  _globals['_GETLOADRESPONSE']._serialized_end=545
+  _globals['_KVBLOCKS']._serialized_start=547
+  _globals['_KVBLOCKS']._serialized_end=616
+  _globals['_STEPTOTALS']._serialized_start=619
+  _globals['_STEPTOTALS']._serialized_end=801
+  _globals['_WATCHSTEPSREQUEST']._serialized_start=803
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=822
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=825
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=1258
+  _globals['_STEPROW']._serialized_start=1260
+  _globals['_STEPROW']._serialized_end=1380
+  _globals['_SETLATENCYBUDGETREQUEST']._serialized_start=1383
+  _globals['_SETLATENCYBUDGETREQUEST']._serialized_end=1558
+  _globals['_SETLATENCYBUDGETRESPONSE']._serialized_start=1560
+  _globals['_SETLATENCYBUDGETRESPONSE']._serialized_end=1631
+  _globals['_LATENCYSTATUS']._serialized_start=1634
+  _globals['_LATENCYSTATUS']._serialized_end=1848
+  _globals['_LATENCYCLASS']._serialized_start=1851
+  _globals['_LATENCYCLASS']._serialized_end=2264
+  _globals['_CONTROLSERVICE']._serialized_start=2267
+  _globals['_CONTROLSERVICE']._serialized_end=2674
 # @@protoc_insertion_point(module_scope)

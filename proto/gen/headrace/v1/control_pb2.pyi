@@ -36,7 +36,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching", "model", "uptime")
+    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching", "model", "uptime", "latency")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GetLoadResponse(_message.Message):
     BATCHING_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -53,7 +54,8 @@ class GetLoadResponse(_message.Message):
     batching: str
     model: str
     uptime: _duration_pb2.Duration
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    latency: LatencyStatus
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., latency: _Optional[_Union[LatencyStatus, _Mapping]] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
     __slots__ = ("total", "free", "cached", "live")
@@ -148,5 +150,43 @@ class SetLatencyBudgetRequest(_message.Message):
     def __init__(self, time_per_output_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SetLatencyBudgetResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("latency",)
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
+    latency: LatencyStatus
+    def __init__(self, latency: _Optional[_Union[LatencyStatus, _Mapping]] = ...) -> None: ...
+
+class LatencyStatus(_message.Message):
+    __slots__ = ("classes", "predicted_step", "predicted_time_to_first_token", "steps_over", "num_late")
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STEPS_OVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_FIELD_NUMBER: _ClassVar[int]
+    classes: _containers.RepeatedCompositeFieldContainer[LatencyClass]
+    predicted_step: _duration_pb2.Duration
+    predicted_time_to_first_token: _duration_pb2.Duration
+    steps_over: int
+    num_late: int
+    def __init__(self, classes: _Optional[_Iterable[_Union[LatencyClass, _Mapping]]] = ..., predicted_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., predicted_time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., steps_over: _Optional[int] = ..., num_late: _Optional[int] = ...) -> None: ...
+
+class LatencyClass(_message.Message):
+    __slots__ = ("priority", "time_per_output_token", "time_to_first_token", "attainable", "sequences", "over_time_per_output_token", "over_time_to_first_token", "attained_time_per_output_token_p95", "attained_time_to_first_token_p95")
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIME_PER_OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ATTAINABLE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    OVER_TIME_PER_OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OVER_TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ATTAINED_TIME_PER_OUTPUT_TOKEN_P95_FIELD_NUMBER: _ClassVar[int]
+    ATTAINED_TIME_TO_FIRST_TOKEN_P95_FIELD_NUMBER: _ClassVar[int]
+    priority: int
+    time_per_output_token: _duration_pb2.Duration
+    time_to_first_token: _duration_pb2.Duration
+    attainable: bool
+    sequences: int
+    over_time_per_output_token: int
+    over_time_to_first_token: int
+    attained_time_per_output_token_p95: _duration_pb2.Duration
+    attained_time_to_first_token_p95: _duration_pb2.Duration
+    def __init__(self, priority: _Optional[int] = ..., time_per_output_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attainable: _Optional[bool] = ..., sequences: _Optional[int] = ..., over_time_per_output_token: _Optional[int] = ..., over_time_to_first_token: _Optional[int] = ..., attained_time_per_output_token_p95: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attained_time_to_first_token_p95: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -95,7 +95,7 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetLatencyBudget(self, request, context):
-        """Changes the promised latency of a running server.
+        """Changes the promised latencies of a running server, from its next step on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,7 @@ class ControlServiceStub:
     WatchSteps: _aio.UnaryStreamMultiCallable[_control_pb2.WatchStepsRequest, _control_pb2.WatchStepsResponse]
     """What each step did, as it happens. Initial metadata comes at once: every step that ends after it is told."""
     SetLatencyBudget: _aio.UnaryUnaryMultiCallable[_control_pb2.SetLatencyBudgetRequest, _control_pb2.SetLatencyBudgetResponse]
-    """Changes the promised latency of a running server."""
+    """Changes the promised latencies of a running server, from its next step on."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """For the operator. Listens on its own port."""
@@ -68,6 +68,6 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.SetLatencyBudgetRequest,
         context: _aio.ServicerContext[_control_pb2.SetLatencyBudgetRequest, _abc.Awaitable[_control_pb2.SetLatencyBudgetResponse]],
     ) -> _abc.Awaitable[_control_pb2.SetLatencyBudgetResponse]:
-        """Changes the promised latency of a running server."""
+        """Changes the promised latencies of a running server, from its next step on."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _aio.Server) -> None: ...
