@@ -34,6 +34,7 @@ from headrace.engine import (
     ModelConfig,
 )
 from headrace.service.edge_settings import EdgeSettings
+from headrace.service.latency_settings import LatencySettings
 from headrace.service.limits import Limits
 from headrace.service.scheduler_settings import SchedulerSettings
 
@@ -63,7 +64,7 @@ def default_cache_dir() -> Path:
         return Path(gettempdir()) / "headrace"
 
 
-class ServiceConfig(SchedulerSettings, EdgeSettings):
+class ServiceConfig(SchedulerSettings, LatencySettings, EdgeSettings):
     """Serve a language model over gRPC.
 
     Each setting has three spellings: the flag --max-num-seqs, the variable HEADRACE_MAX_NUM_SEQS and, in the
@@ -99,7 +100,18 @@ class ServiceConfig(SchedulerSettings, EdgeSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="compute and KV type"
     )
-    attention_backend: str = Field("auto", description="attention backend; auto picks for the device")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to compute; auto takes a GPU if there is one"
+    )
+    weight_dtype: Literal["same", "int8", "int4"] = Field(
+        "same",
+        description="how the weights of linear layers are kept: as --dtype, or in 8 or 4 bits with a scale "
+        "for every 32 (CPU only: faster and smaller, the output changes a little)",
+    )
+    attention_backend: str = Field(
+        "auto", description="auto picks for the device: native, cpu; flash, torch_varlen; reference"
+    )
+    cuda_graphs: bool = Field(True, description="whether decode steps on a GPU are captured and replayed")
     max_model_len: int | None = Field(
         None, ge=2, description="longest sequence, prompt and output, tokens; unset: the model's own limit"
     )
@@ -110,7 +122,16 @@ class ServiceConfig(SchedulerSettings, EdgeSettings):
     )
     threads: int | None = Field(None, ge=1, description="compute threads; unset: one per usable core")
 
-    block_size: int = Field(4, ge=1, description="tokens per KV block")
+    block_size: int | None = Field(
+        None, ge=1, description="tokens per KV block; unset: 4 on a CPU, 256 on a GPU"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="share of a GPU's memory that the server may take, weights and all",
+    )
     kv_memory: ByteSize | None = Field(
         None, gt=0, description="memory for the KV pool, such as 2GiB; unset: a share of what is free"
     )
@@ -193,12 +214,22 @@ class ServiceConfig(SchedulerSettings, EdgeSettings):
                 path=path,
                 name=self.served_model_name,
                 dtype=self.dtype,
+                weight_dtype=self.weight_dtype,
                 max_model_len=self.max_model_len,
                 attention_backend=self.attention_backend,
+                device=self.device,
+                cuda_graphs=self.cuda_graphs,
             ),
-            cache=CacheConfig(self.block_size, self.num_blocks, self.kv_memory, self.prefix_caching),
+            cache=CacheConfig(
+                self.block_size,
+                self.num_blocks,
+                self.kv_memory,
+                self.prefix_caching,
+                self.gpu_memory_utilization,
+            ),
             scheduler=self.scheduler_config(),
             num_threads=self.threads,
+            latency=self.latency_config(),
         )
 
     def limits(self) -> Limits:
@@ -259,6 +290,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
             "ByteSize": "SIZE",
             "Path": "PATH",
             "dict[str,float]": "NAME=SHARE",
+            "dict[int,float]": "PRIORITY=MS",
             "float": "SECONDS",
             "int": "N",
             "str": "TEXT",
@@ -269,7 +301,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         self, action: argparse.Action, default_metavar: str
     ) -> Callable[[int], tuple[str, ...]]:
         written = super()._metavar_formatter(action, default_metavar)
-        return lambda size: tuple(self._METAVARS.get(word, word) for word in written(size))
+        words = dict(self._METAVARS)
+        if not action.dest.endswith("_s"):
+            words["float"] = "MS" if action.dest.endswith("_ms") else "SHARE"
+        return lambda size: tuple(words.get(word, word) for word in written(size))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return super()._fill_text(cleandoc(text), width, indent)

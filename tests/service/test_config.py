@@ -190,6 +190,24 @@ def test_the_engine_is_told_what_was_asked() -> None:
     assert (scheduler.max_num_waiting, scheduler.batching) == (6, BatchingPolicy.STATIC)
 
 
+def test_the_engine_is_told_where_to_compute() -> None:
+    flags = ("--device", "cuda", "--attention-backend", "flash", "--gpu-memory-utilization", "0.5")
+
+    engine = load_config((*MODEL, *flags, "--no-cuda-graphs")).engine_config(Path("/models/m"))
+
+    assert (engine.model.device, engine.model.attention_backend) == ("cuda", "flash")
+    assert not engine.model.cuda_graphs
+    assert engine.cache.gpu_memory_utilization == 0.5
+    # What suits the device is known when the model is loaded.
+    assert engine.cache.block_size is None
+
+
+@pytest.mark.parametrize("share", ["0", "1.01", "nan"])
+def test_a_share_of_a_gpu_is_within_one(share: str) -> None:
+    with pytest.raises(InvalidConfig, match="--gpu-memory-utilization"):
+        load_config((*MODEL, "--gpu-memory-utilization", share))
+
+
 def test_the_defaults_of_flags_and_limits_agree() -> None:
     assert load_config(MODEL).limits() == Limits()
 
