@@ -171,7 +171,7 @@ class LiveRequest:
             whole = TokenEvent(place, (), "")
             for event in self.held[index]:
                 whole = whole.plus(event)
-            yield from told(replace(whole, prompt_logprobs=() if place else prompt_logprobs))
+            yield from told(whole._replace(prompt_logprobs=() if place else prompt_logprobs))
             yield replace(end, index=place)
 
 

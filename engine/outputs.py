@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from headrace.engine.errors import EngineError
 
@@ -76,9 +77,8 @@ class TokenLogprobs:
     top: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """New output of one sequence since the last event that was taken.
+class TokenEvent(NamedTuple):
+    """New output of one sequence since the last event that was taken. A tuple: each step makes many.
 
     Args:
         token_ids: ids made, the end token included; with echo the prompt's ids stand before the first.
@@ -87,7 +87,7 @@ class TokenEvent:
         prompt_logprobs: one per prompt token but the first, before the first id, when asked for.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of an event
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -140,9 +140,8 @@ class BlockCounts:
     live: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowStats:
-    """What one slot did in a step.
+class RowStats(NamedTuple):
+    """What one batch slot did in a step. A tuple: each step makes many.
 
     Args:
         num_output_tokens: tokens that its sequence got: the drafts that were kept, and one more unless the
@@ -151,7 +150,7 @@ class RowStats:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a row
     slot: int
     num_prefill_tokens: int
     num_decode_tokens: int
@@ -188,22 +187,22 @@ class StepStats:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of prompts (and of outputs computed again after a preemption)."""
-        return sum(row.num_prefill_tokens for row in self.rows)
+        return sum([row.num_prefill_tokens for row in self.rows])
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens computed one by one behind a finished prefill."""
-        return sum(row.num_decode_tokens for row in self.rows)
+        return sum([row.num_decode_tokens for row in self.rows])
 
     @property
     def num_draft_tokens(self) -> int:
         """Tokens that were proposed and judged."""
-        return sum(row.num_draft_tokens for row in self.rows)
+        return sum([row.num_draft_tokens for row in self.rows])
 
     @property
     def num_accepted_tokens(self) -> int:
         """Those of them that were kept."""
-        return sum(row.num_accepted_tokens for row in self.rows)
+        return sum([row.num_accepted_tokens for row in self.rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +243,13 @@ class SpeculationTotals:
         """Tokens per target step of a sequence, whether or not it had drafts."""
         return self.num_output_tokens / self.num_draws if self.num_draws else 1.0
 
-    def plus(self, rows: Iterable[RowStats]) -> SpeculationTotals:
+    def plus(self, rows: Sequence[RowStats]) -> SpeculationTotals:
         """The totals with one more step in them."""
-        drawn = [row for row in rows if row.num_output_tokens]
-        drafted = [row for row in drawn if row.num_draft_tokens]
+        drawn = [row.num_output_tokens for row in rows if row.num_output_tokens]
+        drafted = [row for row in rows if row.num_output_tokens and row.num_draft_tokens]
         return SpeculationTotals(
             num_draws=self.num_draws + len(drawn),
-            num_output_tokens=self.num_output_tokens + sum(row.num_output_tokens for row in drawn),
+            num_output_tokens=self.num_output_tokens + sum(drawn),
             num_drafted_draws=self.num_drafted_draws + len(drafted),
             num_draft_tokens=self.num_draft_tokens + sum(row.num_draft_tokens for row in drafted),
             num_accepted_tokens=self.num_accepted_tokens + sum(row.num_accepted_tokens for row in drafted),

@@ -147,7 +147,10 @@ class Sequence:
         num_prompt_logprobs_told: for how many places of the prompt logprobs have been told.
         num_skips: how many others behind it were admitted before it, because it did not fit yet.
         rank: its place for good; the scheduler gives it.
+        sharing_key: under which key its KV is shared; None shares none; the scheduler gives it.
         num_prompt_tokens: tokens that the caller gave.
+        num_logprobs: so many of the likeliest tokens are wanted beside each drawn one; None when no logprob is.
+        is_plain: whether a draw depends on nothing but the KV and `sampling`, and tells of no prompt.
         is_late: whether its first token can't come in time any more, so that others go first.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
         num_accepted_draft_tokens: those of them that stand in its text.
@@ -176,10 +179,23 @@ class Sequence:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    sharing_key: str | None = None
     num_prompt_tokens: int = field(init=False)
+    num_logprobs: int | None = field(init=False)
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        request, sampling = self.request, self.request.sampling
+        is_ranked = request.best_of > request.n
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_logprobs = 0 if is_ranked and sampling.num_logprobs is None else sampling.num_logprobs
+        self.is_plain = (
+            self.matcher is None
+            and sampling.num_prompt_logprobs is None
+            and request.stop.min_tokens == 0
+            and not sampling.needs_history
+            and not self.is_read_only
+        )
 
     @property
     def suppressed_token_ids(self) -> frozenset[int]:
@@ -199,13 +215,6 @@ class Sequence:
             return None
         output = tuple(self.token_ids[self.num_prompt_tokens :])
         return RowConstraint(self.matcher, output, self.end_token_ids)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each drawn one; None when no logprob is."""
-        request = self.request
-        is_ranked = request.best_of > request.n
-        return 0 if is_ranked and request.sampling.num_logprobs is None else request.sampling.num_logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from headrace.engine import TokenEvent, Tokenizer, TokenLogprob, TokenLogprobs
 from headrace.v1 import generation_pb2 as pb
@@ -21,7 +20,7 @@ def pieces(event: TokenEvent) -> Iterator[TokenEvent]:
         yield TokenEvent(event.index, (), "", prompt_logprobs=told)
     first, *others = [*_runs(event.logprobs)] or [()]
     if event.token_ids or event.text or first:
-        yield replace(event, logprobs=first, prompt_logprobs=())
+        yield event._replace(logprobs=first, prompt_logprobs=())
     for told in others:
         yield TokenEvent(event.index, (), "", told)
 

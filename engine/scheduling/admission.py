@@ -10,6 +10,8 @@ second of the last steps and by how much of what they might have made the last r
 
 from __future__ import annotations
 
+import math
+
 from headrace.engine.config import SchedulerConfig
 from headrace.engine.errors import InvalidRequest, Overloaded
 from headrace.engine.scheduling.queue import WaitingQueue
@@ -119,8 +121,9 @@ class QueueGate:
         """
         if self._seconds <= 0.0:
             return UNMEASURED_RETRY_S
-        mean_len = self._waiting.num_tokens / max(1, len(self._waiting))
+        mean_len = max(1.0, self._waiting.num_tokens / max(1, len(self._waiting)))
         share = self._num_made / self._num_allowed if self._num_allowed else 1.0
-        work = share * max(num_over * mean_len, num_tokens_over, 0.0)
-        seconds = work * self._seconds / max(1.0, self._num_tokens)
+        # Tokens leave with whole sequences.
+        num_leaving = max(num_over, math.ceil(num_tokens_over / mean_len), 0)
+        seconds = share * num_leaving * mean_len * self._seconds / max(1.0, self._num_tokens)
         return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))

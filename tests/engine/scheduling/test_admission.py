@@ -126,7 +126,9 @@ class Server:
 
     def refusal(self, max_tokens):
         try:
-            self.core.add(make_request(prompt_len=PROMPT_LEN, max_tokens=max_tokens))
+            # The same prompts in every run of the test: ends depend on them.
+            prompt = tuple((self.num_queued * 7 + i) % 97 for i in range(PROMPT_LEN))
+            self.core.add(make_request(prompt=prompt, max_tokens=max_tokens))
         except Overloaded as error:
             return error.retry_after_s
         return None
@@ -164,7 +166,7 @@ def test_a_refusal_tells_about_when_there_is_room_again(step_s, stops_early, bou
         told.append(retry_s)
         waited.append(server.now_s - refused_s)
     # Of a single refusal nobody can know how near the next end is; on average the time is right.
-    assert sum(told) / len(told) == pytest.approx(sum(waited) / len(waited), rel=0.3, abs=LEAST_RETRY_S)
+    assert sum(told) / len(told) == pytest.approx(sum(waited) / len(waited), rel=0.3)
 
 
 def test_the_time_grows_with_what_is_in_the_way_and_is_bounded():
