@@ -381,8 +381,7 @@ def _source_of(name: str, argv: Sequence[str], file: Mapping[str, object]) -> st
 def _flag_problem(message: str) -> str:
     """argparse's complaint, with the nearest flag where one is misspelt."""
     problem = message.removeprefix("error parsing CLI: ")
-    unpaired = re.match(r"Parsing error encountered for (\w+): ", problem)
-    if unpaired is not None:
+    if unpaired := re.match(r"Parsing error encountered for (\w+): ", problem):
         return f"{_flag(unpaired[1])}: each value must be of the form NAME=VALUE"
     misspelt = re.match(r"unrecognized arguments: (--[^\s=]+)", problem)
     if misspelt is None:
