@@ -100,6 +100,11 @@ class KVCacheManager:
         table = self._tables.get(sequence_id)
         return () if table is None else table.as_tuple()
 
+    def holds(self, sequence_id: SequenceId, num_tokens: int) -> bool:
+        """Whether the table of a sequence reaches so many tokens."""
+        table = self._tables.get(sequence_id)
+        return table is not None and num_tokens <= len(table.block_ids) * self._block_size
+
     def num_missing_blocks(self, sequence_id: SequenceId, num_tokens: int) -> int:
         """Blocks that a sequence would still need to hold `num_tokens` tokens; below 0 when it has more."""
         table = self._tables.get(sequence_id)

@@ -41,6 +41,9 @@ class SequenceQueue:
         """Iterate over a snapshot: the queue may change meanwhile."""
         return iter(tuple(self._items))
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at its place."""
         insort(self._items, sequence, key=_rank)

@@ -14,13 +14,12 @@ from itertools import islice
 from headrace.engine.config import BatchingPolicy, SchedulerConfig, SpeculationConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
-from headrace.engine.scheduling.allowance import StepAllowance
 from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.fairness import ClientLedger
 from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence, StepLimits, StepPlan
+from headrace.engine.scheduling.planning import PlanInProgress
 from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of
-from headrace.engine.sequence import Sequence, SequenceStatus
-from headrace.engine.speculative.proposer import NO_DRAFTS, Drafts
+from headrace.engine.sequence import Request, Sequence, SequenceStatus
 from headrace.engine.speculative.speculator import Speculator
 
 _MAX_MISFITS = 16
@@ -66,6 +65,8 @@ class Scheduler:
         self._limits = StepLimits(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk
         )
+        self.num_computed_tokens = 0
+        """Tokens of running sequences whose KV is valid, those of shared blocks once for each sequence."""
         self._free_batch_slots = list(range(config.max_num_seqs))
         heapify(self._free_batch_slots)
         self._static_places = 0
@@ -73,6 +74,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         sequence.rank = rank_of(sequence, self._config.priority_ageing_s)
+        sequence.sharing_key = self._sharing_key(sequence.request)
         self.ledger.arrive(sequence.request.client)
         self.waiting.add(sequence)
 
@@ -117,15 +119,20 @@ class Scheduler:
             IntegrityError: somebody waits, nobody runs, and still nothing can be planned.
         """
         allowance = self._budget.begin_step(self.running, len(self.waiting), now_s)
-        plan = _PlanInProgress(self._limits, allowance)
+        plan = PlanInProgress(self._limits, allowance)
+        reading = []
         for sequence in self.running:
-            if sequence.is_decoding:
+            if not sequence.is_decoding:
+                reading.append(sequence)
+            elif plan.num_tokens_left and self._kv.holds(sequence.sequence_id, len(sequence.token_ids)):
+                # The usual case: its block has room for one more token.
+                plan.take_decode(sequence)
+            else:
                 self._grow(sequence, plan)
         if plan.num_preempted == 0 and self._speculator.is_active:
             self._add_drafts(plan)
-        for sequence in self.running:
-            if not sequence.is_decoding:
-                self._grow(sequence, plan)
+        for sequence in reading:
+            self._grow(sequence, plan)
         if plan.num_preempted == 0:
             self._admit(plan, now_s)
         if not plan.num_tokens_of:
@@ -134,7 +141,7 @@ class Scheduler:
                     f"{len(self.waiting)} sequences wait, nobody runs, and none can be admitted"
                 )
             return None, plan.num_preempted
-        return StepPlan(step, tuple(self._rows(plan, now_s))), plan.num_preempted
+        return StepPlan(step, plan.rows(self._kv, self._catch_up, now_s)), plan.num_preempted
 
     def count_output(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge a sequence's client for tokens that were made."""
@@ -145,18 +152,22 @@ class Scheduler:
 
         The KV of drafts that were refused, or that stand behind the end, lies beyond what is counted.
         """
-        num_kept = row.known_end + outcome.num_accepted_tokens
-        sequence.num_computed_tokens = min(num_kept, len(sequence.token_ids))
-        self._speculator.observe(sequence, row, outcome)
-        self._offer_blocks(sequence)
+        num_before = sequence.num_computed_tokens
+        if row.num_draft_tokens or outcome.num_draft_tokens:
+            num_kept = row.known_end + outcome.num_accepted_tokens
+            num_computed = min(num_kept, len(sequence.token_ids))
+        else:
+            num_computed = row.first_position + len(row.token_ids)
+        sequence.num_computed_tokens = num_computed
+        self.num_computed_tokens += num_computed - num_before
+        if self._speculator.is_active:
+            self._speculator.observe(sequence, row, outcome)
+        key = sequence.sharing_key
+        if key is not None and num_computed % self._kv.layout.block_size < num_computed - num_before:
+            # At least one block has been filled: others may share it.
+            self._kv.offer(sequence.sequence_id, sequence.token_ids, num_computed, key)
 
-    def _offer_blocks(self, sequence: Sequence) -> None:
-        """Let others share what a finished step has filled for a running sequence."""
-        key = self._sharing_key(sequence)
-        if key is not None:
-            self._kv.offer(sequence.sequence_id, sequence.token_ids, sequence.num_computed_tokens, key)
-
-    def _grow(self, sequence: Sequence, plan: _PlanInProgress) -> None:
+    def _grow(self, sequence: Sequence, plan: PlanInProgress) -> None:
         """Schedule the next tokens of a running sequence, at the expense of lower ones if need be."""
         num_tokens = plan.chunk_len(sequence)
         while num_tokens > 0 and sequence.status is SequenceStatus.RUNNING:
@@ -169,7 +180,7 @@ class Scheduler:
             # The lowest goes first, so the best always progresses: no request is larger than the pool.
             self._preempt(self.running.last, plan)
 
-    def _add_drafts(self, plan: _PlanInProgress) -> None:
+    def _add_drafts(self, plan: PlanInProgress) -> None:
         """Let sequences that decode have drafts, where nobody has to wait or give way for them."""
         decoding = list(plan.num_tokens_of)
         reading = [sequence for sequence in self.running if not sequence.is_decoding]
@@ -187,7 +198,7 @@ class Scheduler:
                 spare -= needed
                 plan.add_drafts(sequence, drafts)
 
-    def _preempt(self, victim: Sequence, plan: _PlanInProgress) -> None:
+    def _preempt(self, victim: Sequence, plan: PlanInProgress) -> None:
         """Preemption by recompute: all blocks back, all known tokens to be computed again."""
         plan.drop(victim)
         plan.num_preempted += 1
@@ -198,7 +209,7 @@ class Scheduler:
         self.waiting.add(victim)
         self.ledger.wait(victim.request.client)
 
-    def _admit(self, plan: _PlanInProgress, now_s: float) -> None:
+    def _admit(self, plan: PlanInProgress, now_s: float) -> None:
         """Let waiting sequences join, in their order.
 
         One joins only when its whole known length fits beside what the running ones are about to need, so
@@ -252,7 +263,7 @@ class Scheduler:
                 yield sequence
         yield from self.waiting.in_order(now_s, late=True)
 
-    def _has_room(self, plan: _PlanInProgress) -> bool:
+    def _has_room(self, plan: PlanInProgress) -> bool:
         """Whether one more sequence may have a place in the step, and a token."""
         return (
             bool(self._free_batch_slots)
@@ -268,16 +279,15 @@ class Scheduler:
     def _may_join(self) -> bool:
         return self._config.batching is BatchingPolicy.CONTINUOUS or self._static_places > 0
 
-    def _sharing_key(self, sequence: Sequence) -> str | None:
-        """Under which key a sequence shares KV; None when it shares none."""
-        request = sequence.request
+    def _sharing_key(self, request: Request) -> str | None:
+        """Under which key a request's sequences share KV; None when they share none."""
         if self._prefix_caching and request.uses_prefix_cache:
             return f"shared {request.isolation_key}"
         # The sequences of one request share its prompt, whatever it wants of others.
         return f"private {request.request_id}" if request.best_of > 1 else None
 
     def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
-        key = self._sharing_key(sequence)
+        key = sequence.sharing_key
         # Prompt logprobs come out of the computation that a match would save.
         if key is None or sequence.num_prompt_logprobs is not None:
             return NO_MATCH
@@ -286,6 +296,7 @@ class Scheduler:
     def _join_batch(self, sequence: Sequence, match: PrefixMatch) -> None:
         self._kv.adopt(sequence.sequence_id, match)
         sequence.num_computed_tokens = match.num_tokens
+        self.num_computed_tokens += match.num_tokens
         self._speculator.begin(sequence)
         client = sequence.request.client
         if sequence.first_scheduled_s is None:
@@ -302,86 +313,14 @@ class Scheduler:
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self.num_computed_tokens -= sequence.num_computed_tokens
         self._kv.free(sequence.sequence_id)
         if sequence.batch_slot is not None:
             heappush(self._free_batch_slots, sequence.batch_slot)
             sequence.batch_slot = None
-
-    def _rows(self, plan: _PlanInProgress, now_s: float) -> list[ScheduledSequence]:
-        rows = []
-        for sequence, num_tokens in plan.num_tokens_of.items():
-            if sequence.first_scheduled_s is None:
-                sequence.first_scheduled_s = now_s
-            request, first = sequence.request, sequence.num_computed_tokens
-            is_sampled = first + num_tokens == len(sequence.token_ids) and not sequence.is_read_only
-            needs_history = request.sampling.needs_history or sequence.num_prompt_logprobs is not None
-            drafts = plan.drafts_of.get(sequence, NO_DRAFTS)
-            rows.append(
-                ScheduledSequence(
-                    sequence_id=sequence.sequence_id,
-                    first_position=first,
-                    token_ids=tuple(sequence.token_ids[first : first + num_tokens]) + drafts.token_ids,
-                    num_draft_tokens=len(drafts.token_ids),
-                    block_ids=self._kv.block_ids(sequence.sequence_id),
-                    is_sampled=is_sampled,
-                    sampling=request.sampling,
-                    index=sequence.index,
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    known_token_ids=tuple(sequence.token_ids) if needs_history else (),
-                    suppressed_token_ids=sequence.suppressed_token_ids,
-                    num_logprobs=sequence.num_logprobs,
-                    num_prompt_logprobs=sequence.num_prompt_logprobs,
-                    constraint=sequence.row_constraint if is_sampled else None,
-                    num_suppressed=sequence.num_suppressed,
-                    draft=drafts.work or self._catch_up(sequence, first + num_tokens),
-                )
-            )
-        return rows
 
     def _catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
         """What the draft model reads of a prompt beside the target."""
         if sequence.is_decoding or sequence.is_read_only:
             return None
         return self._speculator.catch_up(sequence, end_position, len(self.running))
-
-
-class _PlanInProgress:
-    """A plan while it is being made: who gets how many tokens, and what is left of the limits."""
-
-    def __init__(self, limits: StepLimits, allowance: StepAllowance) -> None:
-        self.limits = limits
-        self.allowance = allowance
-        self.num_tokens_left = limits.num_tokens
-        self.num_tokens_of: dict[Sequence, int] = {}
-        self.drafts_of: dict[Sequence, Drafts] = {}
-        self.num_preempted = 0
-
-    def chunk_len(self, sequence: Sequence, num_matched_tokens: int = 0) -> int:
-        """How many of a sequence's tokens may be computed in this step.
-
-        Args:
-            num_matched_tokens: of one that is about to join, tokens that it needn't compute.
-        """
-        limit = self.limits.max_prefill_chunk
-        num_tokens = min(sequence.num_new_tokens - num_matched_tokens, self.num_tokens_left)
-        if limit is not None:
-            num_tokens = min(num_tokens, limit)
-        if sequence.is_decoding:
-            return num_tokens
-        first_position = sequence.num_computed_tokens + num_matched_tokens
-        is_new = sequence.status is SequenceStatus.WAITING
-        return self.allowance.chunk_len(first_position, num_tokens, is_new=is_new)
-
-    def take(self, sequence: Sequence, num_tokens: int) -> None:
-        if not sequence.is_decoding:
-            self.allowance.take(sequence.num_computed_tokens, num_tokens)
-        self.num_tokens_of[sequence] = num_tokens
-        self.num_tokens_left -= num_tokens
-
-    def add_drafts(self, sequence: Sequence, drafts: Drafts) -> None:
-        self.drafts_of[sequence] = drafts
-        self.num_tokens_left -= drafts.num_tokens
-
-    def drop(self, sequence: Sequence) -> None:
-        drafts = self.drafts_of.pop(sequence, NO_DRAFTS)
-        self.num_tokens_left += self.num_tokens_of.pop(sequence, 0) + drafts.num_tokens
