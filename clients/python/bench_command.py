@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.clients import bench_options as opt
+from headrace.clients import cli_access as access
 from headrace.clients.cli_outcome import FAILED, USAGE, fail
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def _grpc(
         bypass_cache=bypass_cache,
         model=model,
         temperature=temperature,
+        connection=access.connection(),
     )
 
 

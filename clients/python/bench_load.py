@@ -39,8 +39,10 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """How a run stands: requests that have begun, are over, have failed, and tokens received."""
+    """How a run stands: conversations that are over; requests that have begun, are over, have failed;
+    tokens."""
 
+    num_conversations_over: int = 0
     num_begun: int = 0
     num_over: int = 0
     num_failed: int = 0
@@ -130,6 +132,7 @@ class LoadRun:
             failed = record.error is not None
             said = prompt if output is None else joined(prompt, output)
             due_s = self.now_s
+        self.counts.num_conversations_over += 1
 
     def _new_record(self, prompt: TextOrIds, turn: Turn, due_s: float) -> RequestRecord:
         record = RequestRecord(len(self.records), turn.output_len, due_s)

@@ -125,7 +125,7 @@ def print_result(console: Console, result: BenchResult) -> None:
     if table.row_count:
         console.print(table)
     for note in notes(result):
-        console.print(f"Note: {note}", markup=False, highlight=False)
+        console.print(f"Note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(result: BenchResult) -> list[tuple[str, str]]:

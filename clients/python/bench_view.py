@@ -43,9 +43,9 @@ async def _bar(console: Console, title: str, load: LoadRun, options: LoadOptions
         try:
             while True:
                 await asyncio.sleep(_REFRESH_S)
-                progress.update(task, completed=load.counts.num_over, state=state_line(load), refresh=True)
+                progress.update(task, completed=load.counts.num_conversations_over, state=state_line(load), refresh=True)
         finally:
-            progress.update(task, completed=load.counts.num_over, state=state_line(load), refresh=True)
+            progress.update(task, completed=load.counts.num_conversations_over, state=state_line(load), refresh=True)
 
 
 async def _lines(console: Console, title: str, load: LoadRun, options: LoadOptions) -> None:
@@ -53,7 +53,7 @@ async def _lines(console: Console, title: str, load: LoadRun, options: LoadOptio
     total = "" if options.num_conversations is None else f" of {options.num_conversations}"
     while True:
         await asyncio.sleep(_LINE_EVERY_S)
-        line = f"{load.now_s:6.1f} s  {load.counts.num_over}{total} done, {state_line(load)}"
+        line = f"{load.now_s:6.1f} s  {load.counts.num_conversations_over}{total} done, {state_line(load)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.clients import bench_options as opt
+from headrace.clients import cli_access as access
 from headrace.clients.bench_command import INTERRUPTED
 from headrace.clients.cli_outcome import FAILED, USAGE, fail, require_server
 
@@ -184,7 +185,7 @@ def _run(settings: TuneSettings, tuning: Tuning, budget: LatencyBudget, pictures
 def _backend(target: str | None) -> GrpcBackend | None:
     from headrace.clients.bench_backend import GrpcBackend  # noqa: PLC0415
 
-    return None if target is None else GrpcBackend(target)
+    return None if target is None else GrpcBackend(target, connection=access.connection())
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

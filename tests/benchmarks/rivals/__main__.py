@@ -22,6 +22,8 @@ from tests.benchmarks.rivals.work import Work, all_work, figure_of, warm_up
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 IDLE_S = 1.0
+SETTLE_S = 1.0
+"""Pause before each piece of work: the other side's threads may spin for a while after theirs."""
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.rivals", description=__doc__)
     parser.add_argument("--only", help=f"rivals to measure, of {', '.join(PAIRS)}; none: print the table")
     parser.add_argument("--workload", type=Path, help="JSON of the work; otherwise it is made from a seed")
-    parser.add_argument("--passes", type=int, default=2, help="how often each side does each work, in turn")
+    parser.add_argument("--passes", type=int, default=3, help="how often each side does each work, in turn")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "headrace-rivals")
     parser.add_argument("--results", type=Path, help="file of figures; results.json in the cache otherwise")
     parser.add_argument("--redo", action="store_true", help="measure again what is there")
@@ -87,6 +89,7 @@ async def compare(pair: Pair, works: list[Work], num_passes: int) -> results.Com
 
 
 async def _figure(started: Started, work: Work) -> float:
+    await asyncio.sleep(SETTLE_S)
     return statistics.median([figure_of(work, await started.do(work)) for _ in range(work.num_repeats)])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.benchmarks.rivals import environments as env
 from tests.benchmarks.rivals.contender import Contender
 from tests.benchmarks.rivals.in_process import in_process
-from tests.benchmarks.rivals.served import headrace, llamacpp, vllm
+from tests.benchmarks.rivals.served import headrace, llamacpp, llamacpp_program, vllm
 
 SLOTS = 16
 MANY_SLOTS = 64
@@ -67,10 +67,9 @@ def _llamacpp(place: Place) -> Pair:
 
 def _llamacpp_server(place: Place, kind: str) -> Contender:
     venv = env.make(env.LLAMACPP, place.cache)
-    quantize = next(venv.glob("**/llama-quantize"))
     weights = env.converted(
         place.cache / "models" / f"model-{kind}.gguf",
-        [str(quantize), "--allow-requantize", str(place.gguf), "{out}", kind],
+        [*llamacpp_program(venv, "llama-quantize"), "--allow-requantize", str(place.gguf), "{out}", kind],
     )
     return llamacpp(venv, weights, SLOTS, place.log("llamacpp"))
 

@@ -74,12 +74,19 @@ def vllm(venv: Path, model: Path, num_slots: int, log: Path) -> Contender:
 
 def llamacpp(venv: Path, weights: Path, num_slots: int, log: Path) -> Contender:
     """llama.cpp's server, prompt caching off."""
-    program = next(path for path in venv.glob("**/llama-server") if os.access(path, os.X_OK))
     num_cores = len(os.sched_getaffinity(0))
 
     def command(port: int) -> list[str]:
         return [
-            *(str(program), "-m", str(weights), "--host", "127.0.0.1", "--port", f"{port}"),
+            *(
+                *llamacpp_program(venv, "llama-server"),
+                "-m",
+                str(weights),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                f"{port}",
+            ),
             *(
                 "-np",
                 f"{num_slots}",
@@ -98,6 +105,12 @@ def llamacpp(venv: Path, weights: Path, num_slots: int, log: Path) -> Contender:
         f"llama.cpp {weights.stem.rpartition('-')[2]}, {num_slots} slots",
         lambda: _http_server(command, {}, log, extra),
     )
+
+
+def llamacpp_program(venv: Path, name: str) -> list[str]:
+    """The command of one of llama.cpp's programs; its libraries lie beside it."""
+    program = next(path for path in venv.glob(f"**/bin/{name}") if os.access(path, os.X_OK))
+    return ["env", f"LD_LIBRARY_PATH={program.parent}", str(program)]
 
 
 @asynccontextmanager
