@@ -108,8 +108,15 @@ def llamacpp(venv: Path, weights: Path, num_slots: int, log: Path) -> Contender:
 
 
 def llamacpp_program(venv: Path, name: str) -> list[str]:
-    """The command of one of llama.cpp's programs; its libraries lie beside it."""
+    """The command of one of llama.cpp's programs. Its libraries lie beside it.
+
+    A wheel has no links, so the names that the programs ask for, libx.so.1 for libx.so.1.2.3, are made here.
+    """
     program = next(path for path in venv.glob(f"**/bin/{name}") if os.access(path, os.X_OK))
+    for library in program.parent.glob("lib*.so.*.*.*"):
+        link = library.with_name(library.name.rsplit(".", 2)[0])
+        if not link.exists():
+            link.symlink_to(library.name)
     return ["env", f"LD_LIBRARY_PATH={program.parent}", str(program)]
 
 
