@@ -7,6 +7,7 @@ Requests may be added at any time; they are ended between steps only, so a step'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -21,7 +22,7 @@ from headrace.engine.errors import (
     RequestFailed,
 )
 from headrace.engine.kv.manager import KVCacheManager
-from headrace.engine.live import LiveRequest, LiveSequence, Taken
+from headrace.engine.live import LiveRequest, LiveSequence, Taken, is_new
 from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
@@ -35,9 +36,9 @@ from headrace.engine.outputs import (
 )
 from headrace.engine.scheduling.admission import QueueGate
 from headrace.engine.scheduling.budget import LatencyBudget
-from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId
+from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId, SequenceStatus
 from headrace.engine.speculative.speculator import Speculator, make_proposer
 from headrace.engine.text import OutputText
 from headrace.engine.tokenizer import Tokenizer
@@ -254,31 +255,17 @@ class EngineCore:
         self._last_step, self._last_propose_s = begun, result.propose_s
         self._speculator.note_step(begun.plan, result)
         executed_s = self._clock()
-        outcomes = list(zip(begun.plan.rows, result.rows, strict=True))
-        lives = [self._by_sequence[row.sequence_id] for row, _ in outcomes]
+        rows = begun.plan.rows
+        lives = [self._by_sequence[row.sequence_id] for row in rows]
         slots = [live.sequence.batch_slot for live in lives]
-        taken: list[Taken | None] = []
-        for live, (row, outcome) in zip(lives, outcomes, strict=True):
-            if outcome.failure is None:
-                taken.append(live.take(row, outcome, executed_s))
-                self._scheduler.take_in(live.sequence, row, outcome)
-            else:
-                taken.append(None)
-                self._kv.withdraw(live.sequence.sequence_id)
+        taken = [
+            self._take_in(live, row, outcome, executed_s)
+            for live, row, outcome in zip(lives, rows, result.rows, strict=True)
+        ]
         # Counted before anybody leaves: the step ran with these blocks.
-        num_used = sum(sequence.num_computed_tokens for sequence in self._scheduler.running)
-        num_used -= self._kv.num_shared_slots
+        num_used = self._scheduler.num_computed_tokens - self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
-        events: list[RequestEvent] = []
-        for live, (_, outcome), new in zip(lives, outcomes, taken, strict=True):
-            if live.sequence.is_finished:
-                continue  # another sequence of its request has failed in this step
-            if new is None:
-                kind = NothingToDraw if outcome.is_own_doing else RequestFailed
-                events.append(self._fail(live.request, kind(outcome.failure or "")))
-            else:
-                self._scheduler.count_output(live.sequence, new.num_tokens)
-                events += self._tell(live, new.event, new.end)
+        events = self._tell_all(lives, result, taken)
         stats = StepStats(
             step=begun.plan.step,
             num_waiting=begun.num_waiting,
@@ -289,14 +276,14 @@ class EngineCore:
             schedule_s=begun.planned_s - begun.started_s,
             execute_s=executed_s - begun.planned_s,
             update_s=self._clock() - executed_s,
-            rows=tuple(
-                _row_stats(live.sequence, row, slot, new)
-                for live, (row, _), slot, new in zip(lives, outcomes, slots, taken, strict=True)
-            ),
+            rows=tuple(map(_row_stats, lives, rows, slots, taken)),
             started_s=begun.started_s,
         )
         self._totals = self._totals.plus(stats)
-        self._gate.note_step(begun.plan.num_tokens, stats.schedule_s + stats.execute_s + stats.update_s)
+        self._gate.note_step(
+            stats.num_prefill_tokens + stats.num_decode_tokens,
+            stats.schedule_s + stats.execute_s + stats.update_s,
+        )
         return events, stats
 
     def flush_cache(self) -> int:
@@ -312,6 +299,38 @@ class EngineCore:
         self._kv.check_integrity()
         if not self._live and self._kv.num_live_blocks:
             raise IntegrityError(f"nobody is live, yet {self._kv.num_live_blocks} blocks are held")
+
+    def _take_in(
+        self, live: LiveSequence, row: ScheduledSequence, outcome: RowResult, now_s: float
+    ) -> Taken | None:
+        """Take in what became of a row; None if it failed."""
+        if outcome.failure is not None:
+            self._kv.withdraw(row.sequence_id)
+            return None
+        taken = live.take(row, outcome, now_s)
+        self._scheduler.take_in(live.sequence, row, outcome, taken.num_tokens)
+        return taken
+
+    def _tell_all(
+        self, lives: List[LiveSequence], result: StepResult, taken: List[Taken | None]
+    ) -> list[RequestEvent]:
+        """Let those leave who are over, and tell what is new."""
+        events: list[RequestEvent] = []
+        for live, outcome, new in zip(lives, result.rows, taken, strict=True):
+            request = live.request
+            if new is not None and new.end is None and not request.is_ranked:
+                # The usual case. None to tell when another sequence of its request has failed in this step.
+                event = new.event
+                if (event.token_ids or is_new(event)) and request.open:
+                    events.append((request.request.request_id, event))
+            elif live.sequence.is_finished:
+                continue
+            elif new is None:
+                kind = NothingToDraw if outcome.is_own_doing else RequestFailed
+                events.append(self._fail(request, kind(outcome.failure or "")))
+            else:
+                events += self._tell(live, new.event, new.end)
+        return events
 
     def _tell(self, live: LiveSequence, event: TokenEvent, end: FinishEvent | None) -> list[RequestEvent]:
         if end is not None:
@@ -346,17 +365,16 @@ class EngineCore:
         del self._by_sequence[live.sequence.sequence_id]
 
 
-def _row_stats(sequence: Sequence, row: ScheduledSequence, slot: int | None, taken: Taken | None) -> RowStats:
-    num_known = row.known_end - row.first_position
+def _row_stats(live: LiveSequence, row: ScheduledSequence, slot: int | None, taken: Taken | None) -> RowStats:
+    sequence = live.sequence
+    num_known = len(row.token_ids) - row.num_draft_tokens
     is_decode = num_known == 1 and row.first_position >= sequence.num_prompt_tokens
     return RowStats(
-        request_id=sequence.request.request_id,
-        index=sequence.index,
-        slot=-1 if slot is None else slot,
-        num_prefill_tokens=0 if is_decode else num_known,
-        num_decode_tokens=1 if is_decode else 0,
-        is_finished=sequence.is_finished,
-        num_output_tokens=0 if taken is None else taken.num_tokens,
-        num_draft_tokens=0 if taken is None else taken.num_draft_tokens,
-        num_accepted_tokens=0 if taken is None else taken.num_accepted_tokens,
+        sequence.request.request_id,
+        sequence.index,
+        -1 if slot is None else slot,
+        0 if is_decode else num_known,
+        1 if is_decode else 0,
+        sequence.status is SequenceStatus.FINISHED,
+        *((0, 0, 0) if taken is None else taken[2:]),
     )

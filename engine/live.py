@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from headrace.engine.outputs import (
     FinishEvent,
@@ -22,8 +23,7 @@ from headrace.engine.sequence import Request, Sequence
 from headrace.engine.text import OutputText
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What a sequence has got out of a step.
 
     Args:
@@ -59,6 +59,10 @@ class LiveSequence:
         What stands behind the end was never said: of a run of drafts that were kept, the rest is dropped.
         """
         sequence = self.sequence
+        if sequence.is_plain and len(outcome.token_ids) == 1 and not outcome.num_draft_tokens:
+            taken = None if sequence.first_token_s is None else self._take_one(outcome, now_s)
+            if taken is not None:
+                return taken
         token_ids: list[int] = []
         text, is_over = "", False
         reason, matched_stop, num_taken = FinishReason.LENGTH, None, 0
@@ -97,6 +101,22 @@ class LiveSequence:
             num_judged,
             num_accepted,
         )
+
+    def _take_one(self, outcome: RowResult, now_s: float) -> Taken | None:
+        """What `take` does in the usual case, a token that neither begins nor ends anything; in every other
+        None, and no change."""
+        sequence, token_ids = self.sequence, outcome.token_ids
+        if self.text.may_stop or token_ids[0] in sequence.end_token_ids:
+            return None
+        known = sequence.token_ids
+        if len(known) + 1 >= sequence.max_len:
+            return None
+        known.append(token_ids[0])
+        sequence.last_token_s = now_s
+        if outcome.logprobs:
+            self.logprob_sum += outcome.logprobs[0].chosen.logprob
+        text, _ = self.text.push(token_ids[0])
+        return Taken(TokenEvent(sequence.index, token_ids, text, outcome.logprobs), None, 1)
 
     def _push(self, token_id: int) -> tuple[str, int | str | None]:
         """Add a token that its sequence has got already; the text that is new and what it ends by."""
@@ -138,17 +158,20 @@ class LiveSequence:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request, those of its sequences that are not over, and those that are but can't be told yet."""
+    """A request, those of its sequences that are not over, and those that are but can't be told yet.
+
+    Args:
+        is_ranked: whether more sequences are made than told: then nothing can be told before all are over.
+    """
 
     request: Request
     open: dict[int, LiveSequence] = field(default_factory=dict)
     held: dict[int, list[TokenEvent]] = field(default_factory=dict)
     ranked: list[tuple[float, int, FinishEvent]] = field(default_factory=list)
+    is_ranked: bool = field(init=False)
 
-    @property
-    def is_ranked(self) -> bool:
-        """Whether more sequences are made than told: then nothing can be told before all are over."""
-        return self.request.best_of > self.request.n
+    def __post_init__(self) -> None:
+        self.is_ranked = self.request.best_of > self.request.n
 
     def tell(self, live: LiveSequence, event: TokenEvent, end: FinishEvent | None) -> list[OutputEvent]:
         """What of a sequence's new output its caller hears now."""
@@ -175,10 +198,14 @@ class LiveRequest:
             yield replace(end, index=place)
 
 
+def is_new(event: TokenEvent) -> bool:
+    """Whether anything is new in it."""
+    return bool(event.token_ids or event.text or event.prompt_logprobs)
+
+
 def told(event: TokenEvent) -> list[OutputEvent]:
     """The event, or nothing if nothing is new in it."""
-    is_new = event.token_ids or event.text or event.prompt_logprobs
-    return [event] if is_new else []
+    return [event] if is_new(event) else []
 
 
 def _judged(outcome: RowResult, num_taken: int, *, is_over: bool) -> tuple[int, int]:

@@ -43,6 +43,11 @@ class OutputText:
             else None
         )
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether some text would end it."""
+        return self._stops is not None
+
     def echo(self, token_ids: Sequence[int]) -> str:
         """Let the output begin with the prompt, in which no stop counts; get its text."""
         if self._detokenizer is None:

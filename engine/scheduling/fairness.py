@@ -96,10 +96,13 @@ class ClientLedger:
             del self._idle[forgotten]
             del self._counters[forgotten]
 
-    def charge(self, client: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Count what was computed for a client with live sequences."""
-        cost = PROMPT_COST * num_prompt_tokens + OUTPUT_COST * num_output_tokens
-        self._counters[client] += cost / self._weights.get(client, 1.0)
+    def charge_prompt(self, client: str, num_tokens: int) -> None:
+        """Count prompt tokens that are computed for a client with live sequences."""
+        self._counters[client] += PROMPT_COST * num_tokens / self._weights.get(client, 1.0)
+
+    def charge_output(self, client: str, num_tokens: int) -> None:
+        """Count tokens that were made for a client with live sequences."""
+        self._counters[client] += OUTPUT_COST * num_tokens / self._weights.get(client, 1.0)
 
     def _least_waiting(self) -> float:
         while self._least:

@@ -143,15 +143,16 @@ class Scheduler:
             return None, plan.num_preempted
         return StepPlan(step, plan.rows(self._kv, self._catch_up, now_s)), plan.num_preempted
 
-    def count_output(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge a sequence's client for tokens that were made."""
-        self.ledger.charge(sequence.request.client, 0, num_tokens)
+    def take_in(
+        self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult, num_output_tokens: int
+    ) -> None:
+        """Count what a step has computed for a running sequence, and charge its client for what it has made.
 
-    def take_in(self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult) -> None:
-        """Count what a step has computed for a running sequence, which holds the tokens that it got already.
-
-        The KV of drafts that were refused, or that stand behind the end, lies beyond what is counted.
+        The sequence holds the tokens that it got already. The KV of drafts that were refused, or that stand
+        behind the end, lies beyond what is counted.
         """
+        if num_output_tokens:
+            self.ledger.charge_output(sequence.request.client, num_output_tokens)
         num_before = sequence.num_computed_tokens
         if row.num_draft_tokens or outcome.num_draft_tokens:
             num_kept = row.known_end + outcome.num_accepted_tokens
@@ -303,7 +304,7 @@ class Scheduler:
             # What it finds of its own after a preemption is no gift of others, and what has to be computed
             # again is not its client's doing.
             sequence.num_cached_tokens = match.num_tokens
-            self.ledger.charge(client, len(sequence.token_ids) - match.num_tokens, 0)
+            self.ledger.charge_prompt(client, len(sequence.token_ids) - match.num_tokens)
         self.waiting.remove(sequence)
         self.ledger.stop_waiting(client)
         sequence.transition(SequenceStatus.RUNNING)

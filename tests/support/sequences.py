@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from headrace.engine.config import BatchingPolicy, CacheLayout, SchedulerConfig
 from headrace.engine.kv.manager import KVCacheManager
-from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.plan import RowResult, StepPlan
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, SequenceId
 from tests.support.requests import make_request
@@ -67,7 +67,7 @@ class SchedulerHarness:
             priority_ageing_s=priority_ageing_s,
             client_weights=client_weights,
         )
-        self.scheduler = Scheduler(config, self.kv)
+        self.scheduler = Scheduler(config, self.kv, prefix_caching=False)
         self.num_steps = 0
         self.num_preemptions = 0
         self.sequences: list[Sequence] = []
@@ -108,12 +108,11 @@ class SchedulerHarness:
         live = {sequence.sequence_id: sequence for sequence in self.scheduler.running}
         for row in plan.rows:
             sequence = live[row.sequence_id]
-            sequence.num_computed_tokens = row.end_position
-            if row.is_sampled:
-                sequence.token_ids.append(0)
-                self.scheduler.count_output(sequence, 1)
-                if len(sequence.token_ids) == sequence.max_len:
-                    self.scheduler.finish(sequence)
+            drawn = (0,) if row.is_sampled else ()
+            sequence.token_ids += drawn
+            self.scheduler.take_in(sequence, row, RowResult(drawn), len(drawn))
+            if drawn and len(sequence.token_ids) == sequence.max_len:
+                self.scheduler.finish(sequence)
         self.kv.check_integrity()
         return {row.sequence_id: len(row.token_ids) for row in plan.rows}
 

@@ -76,7 +76,7 @@ class Waiting:
         for sequence in self.queue.in_order(now_s):
             taken.append(sequence)
             self.queue.remove(sequence)
-            self.ledger.charge(sequence.request.client, cost_of(sequence), 0)
+            self.ledger.charge_prompt(sequence.request.client, cost_of(sequence))
         return taken
 
 
@@ -101,11 +101,11 @@ def test_higher_classes_go_first_and_waiting_lifts_into_them():
 def test_nobody_is_lifted_above_the_highest_priority_that_waits():
     w = Waiting()
     old = [w.add(client="flood") for _ in range(3)]
-    w.ledger.charge("flood", 10, 0)
+    w.ledger.charge_prompt("flood", 10)
     w.add(client="modest", arrival_s=1e6)
     assert w.queue.class_of(old[0], now_s=1e6) == 0
     # However old the flood is, within a class the client counts that has had less.
-    w.ledger.charge("flood", 10, 0)
+    w.ledger.charge_prompt("flood", 10)
     assert next(w.queue.in_order(now_s=1e6)).request.client == "modest"
 
 
@@ -114,7 +114,7 @@ def test_within_a_class_the_client_that_has_had_least_is_next():
     for client in ("a", "b", "c"):
         for _ in range(4):
             w.add(client=client, prompt_len=10)
-    w.ledger.charge("b", 15, 0)
+    w.ledger.charge_prompt("b", 15)
     order = [s.request.client for s in w.take_all(cost_of=lambda s: 10)]
     # b comes in when the others have had more than its 15.
     assert order == ["a", "c", "a", "c", "b", "a", "c", "b", "a", "c", "b", "b"]
@@ -129,7 +129,7 @@ def test_shares_are_exact_by_tokens_and_weights():
     for sequence in w.queue.in_order(0.0):
         w.queue.remove(sequence)
         client, num_tokens = sequence.request.client, sequence.num_prompt_tokens
-        w.ledger.charge(client, num_tokens, 0)
+        w.ledger.charge_prompt(client, num_tokens)
         served[client] += num_tokens
         # The bound of the paper: no more apart than one request, by its weight.
         assert abs(served["light"] - served["heavy"] / 4) <= 5
