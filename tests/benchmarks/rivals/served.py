@@ -97,7 +97,6 @@ def llamacpp(venv: Path, weights: Path, num_slots: int, log: Path) -> Contender:
                 "-tb",
                 f"{num_cores}",
             ),
-            "--no-webui",
         ]
 
     extra = {"cache_prompt": False, "samplers": ["top_k"], "top_k": 1}
