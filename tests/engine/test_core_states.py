@@ -3,6 +3,8 @@ preemption is common. After every rule the books must add up; at the end every r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,13 +18,23 @@ from headrace.engine import (
     LoadedModel,
     RequestFailed,
     RequestId,
+    Speculation,
+    SpeculationParams,
     TokenEvent,
 )
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.scheduling.plan import RowResult, StepResult
 from headrace.engine.sequence import Request
-from tests.support.fake_runner import EOS, expected_output, make_fake_model, next_token
-from tests.support.requests import make_config, make_request
+from tests.support.fake_runner import (
+    EOS,
+    expected_output,
+    half_right_draft,
+    make_fake_model,
+    next_token,
+    repetitive_token,
+    useless_draft,
+)
+from tests.support.requests import make_config, make_request, speculating
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -37,19 +49,40 @@ class CoreMachine(RuleBasedStateMachine):
         chunk=st.none() | st.integers(1, 5),
         max_num_skips=st.integers(0, 3),
         batching=st.sampled_from(BatchingPolicy),
+        kind=st.sampled_from(Speculation),
+        draft=st.sampled_from([next_token, useless_draft, half_right_draft]),
+        draft_max_len=st.integers(4, 40),
+        num_drafts=st.none() | st.integers(1, 5),
     )
-    def start(self, *, num_blocks, block_size, max_num_seqs, budget, chunk, max_num_skips, batching):
+    def start(self, *, num_blocks, block_size, kind, draft, draft_max_len, num_drafts, **limits):
         self.now_s = 0.0
-        self.model = make_fake_model(num_blocks=num_blocks, block_size=block_size, max_model_len=40)
-        self.config = make_config(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_prefill_chunk=chunk,
-            max_num_skips=max_num_skips,
-            batching=batching,
+        # What has been said before is said again only in a text that repeats itself.
+        self.choose = repetitive_token if kind is Speculation.PROMPT_LOOKUP else next_token
+        self.model = model = make_fake_model(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=40,
+            choose=self.choose,
+            draft=draft,
+            draft_max_len=draft_max_len,
         )
-        model = self.model
-        self.core = EngineCore(model.info, model.layout, model.tokenizer, self.config, lambda: self.now_s)
+        is_fixed = kind is not Speculation.NONE
+        self.config = make_config(
+            max_num_seqs=limits["max_num_seqs"],
+            max_num_batched_tokens=limits["budget"],
+            max_prefill_chunk=limits["chunk"],
+            max_num_skips=limits["max_num_skips"],
+            batching=limits["batching"],
+            speculation=speculating(kind, num_drafts if is_fixed else None, most=5),
+        )
+        self.core = EngineCore(
+            model.info,
+            model.layout,
+            model.tokenizer,
+            self.config,
+            lambda: self.now_s,
+            draft_max_len=draft_max_len,
+        )
         self.requests: dict[RequestId, Request] = {}
         self.outputs: dict[RequestId, list[int]] = {}
         self.ended: set[RequestId] = set()
@@ -58,11 +91,11 @@ class CoreMachine(RuleBasedStateMachine):
         prompt_len=st.integers(1, 12),
         max_tokens=st.none() | st.integers(1, 12),
         stops=st.booleans(),
-        kind=st.sampled_from(["alike", "alike", "own", "other tenant", "bypass"]),
+        kind=st.sampled_from(["alike", "alike", "own", "other tenant", "bypass", "plain"]),
     )
     def submit(self, prompt_len, max_tokens, stops, kind):
         prompt = self.next_prompt(prompt_len) if kind == "own" else tuple(range(prompt_len))
-        stop_token_ids = frozenset({expected_output(prompt, 3)[-1], EOS}) if stops else frozenset[int]()
+        stop_token_ids = frozenset({self.expected(prompt, 3)[-1], EOS}) if stops else frozenset[int]()
         request = make_request(
             request_id=f"r{len(self.requests)}",
             prompt=prompt,
@@ -70,6 +103,7 @@ class CoreMachine(RuleBasedStateMachine):
             stop_token_ids=stop_token_ids,
             isolation_key="tenant" if kind == "other tenant" else "",
             uses_prefix_cache=kind != "bypass",
+            speculation=SpeculationParams(is_enabled=False if kind == "plain" else None),
         )
         pool = self.model.layout.num_tokens
         if prompt_len + (max_tokens or 1) > min(pool, 40):
@@ -135,6 +169,9 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.flush_cache() >= 0
         assert self.core.load.blocks.cached == 0
 
+    def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        return expected_output(prompt, num_tokens, choose=self.choose)
+
     def take(self, events: list[RequestEvent]) -> None:
         for request_id, event in events:
             assert request_id not in self.ended, "an event after the end"
@@ -146,9 +183,13 @@ class CoreMachine(RuleBasedStateMachine):
                 self.check_finish(self.requests[request_id], self.outputs[request_id], event)
 
     def check_finish(self, request: Request, output: list[int], event: FinishEvent) -> None:
-        assert output == expected_output(request.prompt_token_ids, len(output)), (
+        assert output == self.expected(request.prompt_token_ids, len(output)), (
             "differs from the request alone"
         )
+        proposed, accepted = event.usage.num_draft_tokens, event.usage.num_accepted_draft_tokens
+        assert 0 <= accepted <= min(proposed, len(output))
+        assert self.config.speculation.kind is not Speculation.NONE or proposed == 0
+        assert request.speculation.is_enabled is not False or proposed == 0
         assert event.usage.num_completion_tokens == len(output)
         assert event.usage.num_cached_tokens < len(request.prompt_token_ids)
         assert event.usage.num_cached_tokens % self.model.layout.block_size == 0
@@ -169,8 +210,16 @@ class CoreMachine(RuleBasedStateMachine):
         assert len({row.sequence_id for row in plan.rows}) == len(plan.rows)
         for row in plan.rows:
             assert row.token_ids
-            assert len(row.block_ids) == self.model.layout.num_blocks_for(row.end_position)
-            assert limits.max_prefill_chunk is None or len(row.token_ids) <= limits.max_prefill_chunk
+            num_known, num_drafts = (
+                row.known_end - row.first_position,
+                row.num_planned_tokens - len(row.token_ids),
+            )
+            # Drafts that were refused leave blocks behind them, which the next tokens take.
+            num_needed = self.model.layout.num_blocks_for(row.end_position + num_drafts)
+            most = self.model.layout.num_blocks_for(row.known_end + 5)
+            assert num_needed <= len(row.block_ids) <= max(num_needed, most)
+            assert row.known_end + num_drafts <= 39 or num_drafts == 0
+            assert limits.max_prefill_chunk is None or num_known <= limits.max_prefill_chunk
 
     @invariant()
     def books_add_up(self):
