@@ -98,6 +98,7 @@ def resolve_layout(
     max_model_len: int,
     available_bytes: int,
     device: torch.device = _CPU,
+    draft_shape: KVShape | None = None,
 ) -> CacheLayout:
     """Decide how many blocks there are.
 
@@ -109,12 +110,14 @@ def resolve_layout(
     Args:
         available_bytes: memory that may be taken now, the weights being in place.
         device: where the pool will be.
+        draft_shape: what the draft model takes for the same token, behind the same block ids.
 
     Raises:
         ConfigError: the wanted pool doesn't fit, or no useful pool does; it says how much there is.
     """
     block_size = block_size_for(cache, device)
-    block_bytes = block_size * shape.bytes_per_token
+    token_bytes = shape.bytes_per_token + (0 if draft_shape is None else draft_shape.bytes_per_token)
+    block_bytes = block_size * token_bytes
     if cache.num_blocks is not None:
         num_usable = cache.num_blocks
         wanted_by = f"num_blocks={num_usable}"
@@ -148,7 +151,7 @@ def resolve_layout(
     pool_bytes = layout.num_blocks * block_bytes
     if pool_bytes > available_bytes:
         raise ConfigError(
-            f"{wanted_by} makes a KV pool of {_gib(pool_bytes)} ({shape.bytes_per_token} bytes per token), "
+            f"{wanted_by} makes a KV pool of {_gib(pool_bytes)} ({token_bytes} bytes per token), "
             f"but {_gib(available_bytes)} are free: use num_blocks={available_bytes // block_bytes - 1} "
             "at most"
         )

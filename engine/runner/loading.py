@@ -10,6 +10,7 @@ from headrace.engine.kv.storage import resolve_layout
 from headrace.engine.models.loader import load_decoder, read_spec
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.device import choose_device, explained_out_of_memory
+from headrace.engine.runner.draft_loading import load_draft
 from headrace.engine.runner.host import prepare_host
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.runner.placement import Placement
@@ -32,6 +33,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
     with explained_out_of_memory("reading the weights", _LESS_MEMORY):
         loaded = load_decoder(config.model, device, progress, tokenizer_eos_token_ids=tokenizer.eos_token_ids)
     decoder, info = loaded.decoder, loaded.info
+    draft = load_draft(config, device, info, tokenizer, progress)
     placement = Placement(config, decoder, info.max_model_len)
     layout = resolve_layout(
         config.cache,
@@ -40,10 +42,13 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
         max_model_len=info.max_model_len,
         available_bytes=placement.memory_for_kv(),
         device=device,
+        draft_shape=None if draft is None else draft.kv_shape,
     )
     attention = placement.build_attention(layout)
     graphs = placement.capture_graphs(attention, layout)
-    runner = ModelRunner(decoder, attention, layout, graphs=graphs)
+    runner = ModelRunner(
+        decoder, attention, layout, None if draft is None else draft.build(layout), graphs=graphs
+    )
     longest = min(config.scheduler.max_num_batched_tokens, info.max_model_len)
     if progress is not None:
         progress(_WARMING_UP, 0, 1)
@@ -58,4 +63,5 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
         info.num_parameters / 1e6,
         info.dtype,
     )
-    return LoadedModel(info, layout, runner, tokenizer)
+    draft_max_len = None if draft is None else draft.info.max_model_len
+    return LoadedModel(info, layout, runner, tokenizer, draft_max_len)

@@ -1,0 +1,105 @@
+"""Reads the draft model, and puts it beside the one that it drafts for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from headrace.engine.config import CacheLayout, DraftSampling, EngineConfig, ModelInfo
+from headrace.engine.errors import ModelLoadError
+from headrace.engine.kv.storage import KVShape
+from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.loader import load_decoder, read_spec
+from headrace.engine.models.tokenizer import load_tokenizer
+from headrace.engine.runner.placement import Placement
+from headrace.engine.runner.protocol import LoadProgress
+from headrace.engine.speculative.draft_model import DraftModel
+from headrace.engine.speculative.vocabulary import num_common_ids
+from headrace.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model whose weights are in place, and whose vocabulary is the target's.
+
+    Args:
+        num_common_ids: see `headrace.engine.speculative.vocabulary`.
+        target_size: rows of the target's vocabulary.
+    """
+
+    decoder: Decoder
+    info: ModelInfo
+    placement: Placement
+    num_common_ids: int
+    target_size: int
+    draft_sampling: DraftSampling
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """K and V of one of its tokens."""
+        return self.placement.shape
+
+    def build(self, layout: CacheLayout) -> DraftModel:
+        """Give it a KV pool behind the target's block ids."""
+        return DraftModel(
+            self.decoder,
+            self.placement.build_attention(layout),
+            block_size=layout.block_size,
+            vocab_size=self.target_size,
+            num_common_ids=self.num_common_ids,
+            draft_sampling=self.draft_sampling,
+        )
+
+
+def load_draft(
+    config: EngineConfig,
+    device: torch.device,
+    target: ModelInfo,
+    tokenizer: Tokenizer,
+    progress: LoadProgress | None = None,
+) -> LoadedDraft | None:
+    """Read the draft model that the configuration names; None where it names none.
+
+    Args:
+        target, tokenizer: of the model that it drafts for.
+
+    Raises:
+        ModelLoadError: its files can't be served.
+        ConfigError: its vocabulary is another one.
+    """
+    path = config.speculation.draft_model
+    if path is None:
+        return None
+    common = _check_vocabulary(path, target, tokenizer)
+    model = replace(config.model, path=path, name="", max_model_len=None, cuda_graphs=False)
+    loaded = load_decoder(model, device, progress)
+    decoder, info = loaded.decoder, loaded.info
+    placement = Placement(replace(config, model=model), decoder, info.max_model_len)
+    logger.info(
+        "draft model %s: %s, %.1f million parameters, %d of %d tokens in common, up to %d tokens of a text",
+        info.name,
+        info.family,
+        info.num_parameters / 1e6,
+        common,
+        target.vocab_size,
+        info.max_model_len,
+    )
+    return LoadedDraft(decoder, info, placement, common, target.vocab_size, config.speculation.draft_sampling)
+
+
+def _check_vocabulary(path: Path, target: ModelInfo, tokenizer: Tokenizer) -> int:
+    """How many ids are common; found before the weights are read."""
+    _, spec = read_spec(path)
+    try:
+        draft_tokenizer = load_tokenizer(path)
+    except ModelLoadError as error:
+        raise ModelLoadError(
+            f"the draft model in {path} needs a tokenizer, by which its vocabulary is compared with the "
+            f"model's: {error}"
+        ) from error
+    return num_common_ids(tokenizer, target.vocab_size, draft_tokenizer, spec.vocab_size, path.name)
