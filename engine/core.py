@@ -22,14 +22,13 @@ from headrace.engine.errors import (
     RequestFailed,
 )
 from headrace.engine.kv.manager import KVCacheManager
-from headrace.engine.live import LiveRequest, LiveSequence, Taken, is_new
+from headrace.engine.live import LiveRequest, LiveSequence, Taken
 from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
     FinishReason,
     Load,
     OutputEvent,
-    RowStats,
     StepStats,
     StepTotals,
     TokenEvent,
@@ -258,10 +257,7 @@ class EngineCore:
         rows = begun.plan.rows
         lives = [self._by_sequence[row.sequence_id] for row in rows]
         slots = [live.sequence.batch_slot for live in lives]
-        taken = [
-            self._take_in(live, row, outcome, executed_s)
-            for live, row, outcome in zip(lives, rows, result.rows, strict=True)
-        ]
+        taken = self._take_all_in(lives, rows, result.rows, executed_s)
         # Counted before anybody leaves: the step ran with these blocks.
         num_used = self._scheduler.num_computed_tokens - self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
@@ -276,7 +272,10 @@ class EngineCore:
             schedule_s=begun.planned_s - begun.started_s,
             execute_s=executed_s - begun.planned_s,
             update_s=self._clock() - executed_s,
-            rows=tuple(map(_row_stats, lives, rows, slots, taken)),
+            rows=tuple(
+                live.stats(row, slot, new)
+                for live, row, slot, new in zip(lives, rows, slots, taken, strict=True)
+            ),
             started_s=begun.started_s,
         )
         self._totals = self._totals.plus(stats)
@@ -300,6 +299,27 @@ class EngineCore:
         if not self._live and self._kv.num_live_blocks:
             raise IntegrityError(f"nobody is live, yet {self._kv.num_live_blocks} blocks are held")
 
+    def _take_all_in(
+        self,
+        lives: List[LiveSequence],
+        rows: List[ScheduledSequence],
+        outcomes: List[RowResult],
+        now_s: float,
+    ) -> list[Taken | TokenEvent | None]:
+        """Take in what became of each row: an event alone in the usual case, None for one that has failed."""
+        taken: list[Taken | TokenEvent | None] = []
+        usual: list[Sequence] = []
+        may_be_usual = not self._speculator.is_active
+        for live, row, outcome in zip(lives, rows, outcomes, strict=True):
+            event = live.take_usual(row, outcome, now_s) if may_be_usual else None
+            if event is None:
+                taken.append(self._take_in(live, row, outcome, now_s))
+            else:
+                taken.append(event)
+                usual.append(live.sequence)
+        self._scheduler.take_in_decodes(usual)
+        return taken
+
     def _take_in(
         self, live: LiveSequence, row: ScheduledSequence, outcome: RowResult, now_s: float
     ) -> Taken | None:
@@ -312,19 +332,19 @@ class EngineCore:
         return taken
 
     def _tell_all(
-        self, lives: List[LiveSequence], result: StepResult, taken: List[Taken | None]
+        self, lives: List[LiveSequence], result: StepResult, taken: List[Taken | TokenEvent | None]
     ) -> list[RequestEvent]:
         """Let those leave who are over, and tell what is new."""
         events: list[RequestEvent] = []
         for live, outcome, new in zip(lives, result.rows, taken, strict=True):
             request = live.request
-            if new is not None and new.end is None and not request.is_ranked:
-                # The usual case. None to tell when another sequence of its request has failed in this step.
-                event = new.event
-                if (event.token_ids or is_new(event)) and request.open:
-                    events.append((request.request.request_id, event))
-            elif live.sequence.is_finished:
-                continue
+            if live.sequence.status is SequenceStatus.FINISHED:
+                continue  # another sequence of its request has failed in this step
+            if isinstance(new, TokenEvent):
+                if request.is_ranked:
+                    events += self._tell(live, new, None)
+                else:
+                    events.append((request.request.request_id, new))
             elif new is None:
                 kind = NothingToDraw if outcome.is_own_doing else RequestFailed
                 events.append(self._fail(request, kind(outcome.failure or "")))
@@ -363,18 +383,3 @@ class EngineCore:
         self._gate.note_end(live.sequence)
         self._budget.note_end(live.sequence)
         del self._by_sequence[live.sequence.sequence_id]
-
-
-def _row_stats(live: LiveSequence, row: ScheduledSequence, slot: int | None, taken: Taken | None) -> RowStats:
-    sequence = live.sequence
-    num_known = len(row.token_ids) - row.num_draft_tokens
-    is_decode = num_known == 1 and row.first_position >= sequence.num_prompt_tokens
-    return RowStats(
-        sequence.request.request_id,
-        sequence.index,
-        -1 if slot is None else slot,
-        0 if is_decode else num_known,
-        1 if is_decode else 0,
-        sequence.status is SequenceStatus.FINISHED,
-        *((0, 0, 0) if taken is None else taken[2:]),
-    )

@@ -13,6 +13,7 @@ from headrace.engine.outputs import (
     FinishEvent,
     FinishReason,
     OutputEvent,
+    RowStats,
     Timings,
     TokenEvent,
     TokenLogprobs,
@@ -52,6 +53,11 @@ class LiveSequence:
     text: OutputText
     request: LiveRequest
     logprob_sum: float = 0.0
+    _usual_stats: RowStats | None = None
+    _is_simple: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_simple = self.sequence.is_plain and not self.text.may_stop
 
     def take(self, row: ScheduledSequence, outcome: RowResult, now_s: float) -> Taken:
         """Take drawn tokens one at a time through the one path that can end a sequence.
@@ -59,10 +65,6 @@ class LiveSequence:
         What stands behind the end was never said: of a run of drafts that were kept, the rest is dropped.
         """
         sequence = self.sequence
-        if sequence.is_plain and len(outcome.token_ids) == 1 and not outcome.num_draft_tokens:
-            taken = None if sequence.first_token_s is None else self._take_one(outcome, now_s)
-            if taken is not None:
-                return taken
         token_ids: list[int] = []
         text, is_over = "", False
         reason, matched_stop, num_taken = FinishReason.LENGTH, None, 0
@@ -102,21 +104,57 @@ class LiveSequence:
             num_accepted,
         )
 
-    def _take_one(self, outcome: RowResult, now_s: float) -> Taken | None:
-        """What `take` does in the usual case, a token that neither begins nor ends anything; in every other
-        None, and no change."""
+    def take_usual(self, row: ScheduledSequence, outcome: RowResult, now_s: float) -> TokenEvent | None:
+        """What `take` does in the usual case: one token computed, one made, which neither begins nor ends
+        anything, no draft. In every other case None, and no change."""
         sequence, token_ids = self.sequence, outcome.token_ids
-        if self.text.may_stop or token_ids[0] in sequence.end_token_ids:
-            return None
         known = sequence.token_ids
-        if len(known) + 1 >= sequence.max_len:
+        if (
+            not self._is_simple
+            or len(token_ids) != 1
+            or len(row.token_ids) != 1
+            or outcome.num_draft_tokens
+            or outcome.failure is not None
+            or sequence.first_token_s is None
+            or len(known) + 1 >= sequence.max_len
+            or token_ids[0] in sequence.end_token_ids
+        ):
             return None
         known.append(token_ids[0])
         sequence.last_token_s = now_s
-        if outcome.logprobs:
-            self.logprob_sum += outcome.logprobs[0].chosen.logprob
-        text, _ = self.text.push(token_ids[0])
-        return Taken(TokenEvent(sequence.index, token_ids, text, outcome.logprobs), None, 1)
+        logprobs = outcome.logprobs
+        if logprobs:
+            self.logprob_sum += logprobs[0].chosen.logprob
+        return TokenEvent(sequence.index, token_ids, self.text.push(token_ids[0])[0], logprobs)
+
+    def stats(self, row: ScheduledSequence, slot: int | None, taken: Taken | TokenEvent | None) -> RowStats:
+        """What a step did for it.
+
+        Args:
+            slot: its place in the batch when the step was run.
+            taken: what came of it; an event alone where `take_usual` did the work, None if it failed.
+        """
+        sequence, place = self.sequence, -1 if slot is None else slot
+        if isinstance(taken, TokenEvent):
+            # The same in every such step, so it is made once.
+            if self._usual_stats is None or self._usual_stats.slot != place:
+                self._usual_stats = RowStats(
+                    sequence.request.request_id, sequence.index, place, 0, 1, False, num_output_tokens=1
+                )
+            return self._usual_stats
+        num_known = len(row.token_ids) - row.num_draft_tokens
+        is_decode = num_known == 1 and row.first_position >= sequence.num_prompt_tokens
+        return RowStats(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            slot=place,
+            num_prefill_tokens=0 if is_decode else num_known,
+            num_decode_tokens=1 if is_decode else 0,
+            is_finished=sequence.is_finished,
+            num_output_tokens=0 if taken is None else taken.num_tokens,
+            num_draft_tokens=0 if taken is None else taken.num_draft_tokens,
+            num_accepted_tokens=0 if taken is None else taken.num_accepted_tokens,
+        )
 
     def _push(self, token_id: int) -> tuple[str, int | str | None]:
         """Add a token that its sequence has got already; the text that is new and what it ends by."""
@@ -198,14 +236,10 @@ class LiveRequest:
             yield replace(end, index=place)
 
 
-def is_new(event: TokenEvent) -> bool:
-    """Whether anything is new in it."""
-    return bool(event.token_ids or event.text or event.prompt_logprobs)
-
-
 def told(event: TokenEvent) -> list[OutputEvent]:
     """The event, or nothing if nothing is new in it."""
-    return [event] if is_new(event) else []
+    is_new = event.token_ids or event.text or event.prompt_logprobs
+    return [event] if is_new else []
 
 
 def _judged(outcome: RowResult, num_taken: int, *, is_over: bool) -> tuple[int, int]:

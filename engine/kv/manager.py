@@ -38,20 +38,15 @@ class _BlockTable:
     Args:
         block_ids: the first ones.
         num_shareable: how many of them others can find already.
+        as_tuple: a copy of all of them, or of those that there were once.
     """
 
-    __slots__ = ("_as_tuple", "block_ids", "num_shareable")
+    __slots__ = ("as_tuple", "block_ids", "num_shareable")
 
     def __init__(self, block_ids: List[int] = (), num_shareable: int = 0) -> None:
         self.block_ids = list(block_ids)
         self.num_shareable = num_shareable
-        self._as_tuple: tuple[int, ...] = ()
-
-    def as_tuple(self) -> tuple[int, ...]:
-        """The ids. Made anew only when the table has grown: most steps write to blocks that are there."""
-        if len(self._as_tuple) != len(self.block_ids):
-            self._as_tuple = tuple(self.block_ids)
-        return self._as_tuple
+        self.as_tuple: tuple[int, ...] = ()
 
 
 class KVCacheManager:
@@ -98,12 +93,12 @@ class KVCacheManager:
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         """The block table of a sequence; empty when it holds nothing."""
         table = self._tables.get(sequence_id)
-        return () if table is None else table.as_tuple()
-
-    def holds(self, sequence_id: SequenceId, num_tokens: int) -> bool:
-        """Whether the table of a sequence reaches so many tokens."""
-        table = self._tables.get(sequence_id)
-        return table is not None and num_tokens <= len(table.block_ids) * self._block_size
+        if table is None:
+            return ()
+        # Made anew only when the table has grown: most steps write to blocks that are there.
+        if len(table.as_tuple) != len(table.block_ids):
+            table.as_tuple = tuple(table.block_ids)
+        return table.as_tuple
 
     def num_missing_blocks(self, sequence_id: SequenceId, num_tokens: int) -> int:
         """Blocks that a sequence would still need to hold `num_tokens` tokens; below 0 when it has more."""

@@ -8,6 +8,7 @@ and every step lets the second catch up with the first under one token budget.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -120,12 +121,13 @@ class Scheduler:
         """
         allowance = self._budget.begin_step(self.running, len(self.waiting), now_s)
         plan = PlanInProgress(self._limits, allowance)
-        reading = []
+        block_size, reading = self._kv.layout.block_size, []
         for sequence in self.running:
+            place = sequence.num_computed_tokens
             if not sequence.is_decoding:
                 reading.append(sequence)
-            elif plan.num_tokens_left and self._kv.holds(sequence.sequence_id, len(sequence.token_ids)):
-                # The usual case: its block has room for one more token.
+            elif place % block_size and plan.num_tokens_left:
+                # The usual case: the block of the token before it has room for one more.
                 plan.take_decode(sequence)
             else:
                 self._grow(sequence, plan)
@@ -142,6 +144,20 @@ class Scheduler:
                 )
             return None, plan.num_preempted
         return StepPlan(step, plan.rows(self._kv, self._catch_up, now_s)), plan.num_preempted
+
+    def take_in_decodes(self, sequences: List[Sequence]) -> None:
+        """What `take_in` does, for sequences that have computed one token and got one, without any drafts."""
+        block_size = self._kv.layout.block_size
+        num_made: dict[str, int] = {}
+        for sequence in sequences:
+            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
+            client = sequence.request.client
+            num_made[client] = num_made.get(client, 0) + 1
+            if num_computed % block_size == 0 and sequence.sharing_key is not None:
+                self._kv.offer(sequence.sequence_id, sequence.token_ids, num_computed, sequence.sharing_key)
+        self.num_computed_tokens += len(sequences)
+        for client, num_tokens in num_made.items():
+            self.ledger.charge_output(client, num_tokens)
 
     def take_in(
         self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult, num_output_tokens: int
