@@ -82,6 +82,9 @@ class BenchSettings:
         Raises:
             WorkloadError: two settings don't go together, or one is out of its range.
         """
+        for word in (self.prompt_len, self.output_len):
+            if word is not None:
+                Lengths(word)
         if self.arrivals == "recorded" and (self.rate_per_s is not None or self.dataset is None):
             raise WorkloadError(
                 "recorded arrivals come from a dataset, and it alone says when: leave out the rate"

@@ -40,12 +40,17 @@ async def _bar(console: Console, title: str, load: LoadRun, options: LoadOptions
     )
     with progress:
         task = progress.add_task(title, total=options.num_conversations, state="")
+
+        def draw() -> None:
+            done = load.counts.num_conversations_over
+            progress.update(task, completed=done, state=state_line(load), refresh=True)
+
         try:
             while True:
                 await asyncio.sleep(_REFRESH_S)
-                progress.update(task, completed=load.counts.num_conversations_over, state=state_line(load), refresh=True)
+                draw()
         finally:
-            progress.update(task, completed=load.counts.num_conversations_over, state=state_line(load), refresh=True)
+            draw()
 
 
 async def _lines(console: Console, title: str, load: LoadRun, options: LoadOptions) -> None:

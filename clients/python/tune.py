@@ -187,7 +187,7 @@ async def run_tune(settings: TuneSettings, tuning: Tuning, console: Console) -> 
 
 
 def _end_in_order_on_signals() -> None:
-    """SIGTERM and SIGHUP end it as Ctrl-C does: what is measured is kept, and a server of ours ends as well."""
+    """SIGTERM and SIGHUP end it as Ctrl-C does: what is measured is kept, and our own server ends as well."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is not None:
         for which in (signal.SIGTERM, signal.SIGHUP):

@@ -82,7 +82,7 @@ def find_knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
     throughputs = _scaled([point.output_tokens_per_s for point in curve])
     gains = [throughput - latency for latency, throughput in zip(latencies, throughputs, strict=True)]
     place = max(range(len(curve)), key=gains.__getitem__)
-    return curve[place] if gains[place] > 0 else curve[-1]
+    return curve[place] if gains[place] > 1e-9 else curve[-1]
 
 
 def _scaled(values: Sequence[float]) -> list[float]:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from headrace.clients.bench_machine import this_machine
 from headrace.engine.models.hub import resolve_model
+from headrace.engine.native.build import build
 from headrace.service.config import default_cache_dir
 from tests.benchmarks.rivals import results
 from tests.benchmarks.rivals.contender import Started
@@ -39,6 +40,7 @@ def main() -> None:
         if name in found and not arguments.redo:
             continue
         pair = PAIRS[name](_place(arguments.cache))
+        build()  # as `make` does
         if arguments.setup_only:
             continue
         found[name] = asyncio.run(compare(pair, works, arguments.passes))
