@@ -32,6 +32,26 @@ class PrefixMatch:
 NO_MATCH = PrefixMatch()
 
 
+class DraftedBlocks:
+    """Which blocks hold the KV of the draft model, too: who shares them finds both there."""
+
+    def __init__(self) -> None:
+        self._block_ids: set[int] = set()
+
+    def mark(self, block_ids: List[int]) -> None:
+        """The draft model has computed all tokens of these."""
+        self._block_ids.update(block_ids)
+
+    def count(self, block_ids: List[int]) -> int:
+        """How many of these, from the first on, it has computed."""
+        return sum(1 for _ in takewhile(self._block_ids.__contains__, block_ids))
+
+    def forget(self, block_ids: List[int]) -> None:
+        """These hold something else from now on."""
+        if self._block_ids:
+            self._block_ids.difference_update(block_ids)
+
+
 class _BlockTable:
     """The blocks of one sequence, in order.
 
@@ -66,7 +86,7 @@ class KVCacheManager:
         self._tables: dict[SequenceId, _BlockTable] = {}
         # Per sequence: the keys of its full blocks, as far as they were needed. Known tokens never change.
         self._chains: dict[SequenceId, list[BlockKey]] = {}
-        self._drafted: set[int] = set()
+        self.drafted = DraftedBlocks()
 
     @property
     def num_available_blocks(self) -> int:
@@ -122,19 +142,8 @@ class KVCacheManager:
         if table is None:
             table = self._tables[sequence_id] = _BlockTable()
         table.block_ids += new_blocks
-        if self._drafted:
-            self._drafted.difference_update(new_blocks)
+        self.drafted.forget(new_blocks)
         return new_blocks
-
-    def mark_drafted(self, sequence_id: SequenceId, num_tokens: int) -> None:
-        """Note that the draft model has computed a sequence's first tokens, too: who shares their full
-        blocks finds its KV there."""
-        self._drafted.update(self.block_ids(sequence_id)[: num_tokens // self._block_size])
-
-    def num_drafted_tokens(self, sequence_id: SequenceId) -> int:
-        """How many of a sequence's first tokens lie in full blocks that the draft model has computed, too."""
-        blocks = takewhile(self._drafted.__contains__, self.block_ids(sequence_id))
-        return sum(1 for _ in blocks) * self._block_size
 
     def match_prefix(self, sequence_id: SequenceId, token_ids: List[int], isolation_key: str) -> PrefixMatch:
         """Find the longest run of shareable blocks that begins a sequence. Changes nothing.

@@ -108,11 +108,13 @@ class DraftModelProposer:
         # The last draft was proposed and not computed; those that were refused are not the text's.
         num_valid = max(0, min(num_kept, outcome.num_draft_tokens - 1))
         state.num_computed = row.draft.end_position + num_valid
-        self._kv.mark_drafted(sequence.sequence_id, state.num_computed)
+        num_full = state.num_computed // self._kv.layout.block_size
+        self._kv.drafted.mark(self._kv.block_ids(sequence.sequence_id)[:num_full])
 
     def begin(self, sequence: Sequence) -> None:
         """See `Proposer.begin`: of the KV that it finds the draft model's part may be missing."""
-        self._state(sequence).num_computed = self._kv.num_drafted_tokens(sequence.sequence_id)
+        num_blocks = self._kv.drafted.count(self._kv.block_ids(sequence.sequence_id))
+        self._state(sequence).num_computed = num_blocks * self._kv.layout.block_size
 
     def forget(self, sequence: Sequence) -> None:
         """See `Proposer.forget`."""
