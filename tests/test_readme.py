@@ -126,9 +126,10 @@ def test_the_grpcurl_example_names_a_method_and_its_message() -> None:
 
 
 async def test_every_flag_and_variable_that_is_named_exists() -> None:
-    helps = [await run_headrace(command, "--help") for command in ("serve", "generate", "chat", "health")]
+    commands = ("serve", "generate", "chat", "health", "bench", "tune")
+    helps = [await run_headrace(command, "--help") for command in commands]
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(outcome.out for outcome in helps)))
-    known |= {"--help", "--raw"}
+    known |= {"--help", "--raw", "--only"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known
     variables = set(re.findall(r"HEADRACE_[A-Z_]+", README))
