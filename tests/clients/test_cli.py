@@ -17,7 +17,7 @@ from tests.support.fake_scripts import Accept, Say, Step, bad_request, fails, sa
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import HEADRACE, run_headrace, start_headrace
 
-COMMANDS = ("generate", "chat", "health", "demo")
+COMMANDS = ("generate", "chat", "health", "demo", "bench", "tune")
 NOBODY = "127.0.0.1:1"
 
 WITHOUT_SERVER = (
@@ -337,7 +337,7 @@ async def test_a_reader_that_goes_away_ends_generate_quietly() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("serve", "--model", "x"), ("serve", "--help"), ("pull", "x"), ("demo",)], ids=str
+    "command", [("serve", "--model", "x"), ("serve", "--help"), ("pull", "x"), ("demo",), ("tune",)], ids=str
 )
 async def test_without_the_server_extra_it_says_exactly_what_to_install(command: tuple[str, ...]) -> None:
     outcome = await run_headrace(*command, program=WITHOUT_SERVER)
