@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -20,11 +21,13 @@ from headrace.engine import (
 )
 from headrace.service.auth import no_longer_welcome
 from headrace.service.convert import Start, start_from_proto
+from headrace.service.edge import Edge
 from headrace.service.identity import Caller, current_caller
 from headrace.service.limits import Limits
 from headrace.service.options import sampling_to_proto
+from headrace.service.quotas import Ticket
 from headrace.service.serving import ServedModel, Serving
-from headrace.service.status import unavailable
+from headrace.service.status import failure_from, unavailable
 from headrace.v1 import generation_pb2
 
 # A client's label is no key: it need be unique within its RPC only. This number makes it one.
@@ -37,10 +40,14 @@ class Progress:
 
     Args:
         num_told_tokens: made and fetched for its client; of several sequences together.
+        is_admitted: whether the engine has queued it.
+        is_over: whether its end has been told of.
     """
 
     num_prompt_tokens: int = 0
     num_told_tokens: int = 0
+    is_admitted: bool = False
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,7 @@ class Parsed:
         special_stops: stop strings that are exactly a special token's text, by the id of that token.
         deadline_s: monotonic moment past which it is ended, seconds.
         caller: who asks.
+        ticket: its place in its client's account.
     """
 
     label: str
@@ -62,6 +70,8 @@ class Parsed:
     arrival_s: float
     deadline_s: float
     caller: Caller
+    edge: Edge
+    ticket: Ticket
     progress: Progress = field(default_factory=Progress)
 
 
@@ -82,6 +92,16 @@ class Admitted:
     accepted: generation_pb2.Accepted
 
 
+@contextmanager
+def counted_rejections(edge: Edge) -> Iterator[None]:
+    """Count the request as rejected if the block fails."""
+    try:
+        yield
+    except Exception as error:
+        edge.metrics.rejected(failure_from(error).reason)
+        raise
+
+
 def parse(
     serving: Serving, start: generation_pb2.StartGeneration, remaining_s: float | None, *, needs_label: bool
 ) -> Parsed:
@@ -92,9 +112,17 @@ def parse(
         needs_label: whether the client has to name it.
 
     Raises:
-        RpcFailure: no model is served now, or not the one that it names; its sender is no longer welcome.
+        RpcFailure: no model is served now, or not the one that it names; its sender is no longer welcome, or
+            has used up what he may have.
         InvalidRequest: with everything that is wrong with it.
     """
+    with counted_rejections(serving.edge):
+        return _parsed(serving, start, remaining_s, needs_label=needs_label)
+
+
+def _parsed(
+    serving: Serving, start: generation_pb2.StartGeneration, remaining_s: float | None, *, needs_label: bool
+) -> Parsed:
     now_s, caller = time.monotonic(), current_caller()
     if not caller.is_welcome():
         raise no_longer_welcome()
@@ -116,6 +144,8 @@ def parse(
         arrival_s=now_s,
         deadline_s=now_s + (allowed_s if remaining_s is None else min(allowed_s, remaining_s)),
         caller=caller,
+        edge=serving.edge,
+        ticket=serving.edge.quotas.request(caller.account),
     )
 
 
@@ -126,6 +156,11 @@ async def encode(parsed: Parsed) -> Encoded:
         InvalidRequest: a text or the constraint can't be taken.
         Overloaded: too many wait for the same.
     """
+    with counted_rejections(parsed.edge):
+        return await _encoded(parsed)
+
+
+async def _encoded(parsed: Parsed) -> Encoded:
     served, start = parsed.served, parsed.start
     tokenizer = served.engine.tokenizer
     prompt = await served.texts.encode_prompt(tokenizer, start.prompt)
@@ -144,6 +179,11 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         InvalidRequest: it would have more logprobs than a server keeps for one request.
         RpcFailure: UNAVAILABLE, the engine has died before it came.
     """
+    with counted_rejections(parsed.edge):
+        return _admitted(parsed, encoded)
+
+
+def _admitted(parsed: Parsed, encoded: Encoded) -> Admitted:
     start, engine = parsed.start, parsed.served.engine
     parsed.progress.num_prompt_tokens = len(encoded.prompt)
     limit_s = start.time_limit_s
@@ -162,6 +202,7 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         isolation_key=parsed.caller.isolation_key(start.cache_salt),
         client=parsed.caller.account,
         uses_prefix_cache=start.uses_prefix_cache,
+        speculation=start.speculation,
         constraint=encoded.constraint,
     )
     max_tokens = engine.max_tokens_for(request)
@@ -172,6 +213,9 @@ def admit(parsed: Parsed, encoded: Encoded) -> Admitted:
         stream = engine.submit(request)
     except EngineDead as error:
         raise unavailable("ENGINE_DEAD", str(error), 1.0) from error
+    parsed.progress.is_admitted = True
+    parsed.ticket.charge_up_to(len(encoded.prompt))
+    parsed.edge.metrics.admitted(parsed.caller, len(encoded.prompt))
     accepted = generation_pb2.Accepted(
         prompt_tokens=len(encoded.prompt),
         max_tokens=max_tokens,

@@ -11,9 +11,14 @@ from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings
 
 from headrace.service.auth import AuthRules
+from headrace.service.edge import Edge
+from headrace.service.file_watch import UnusableFile
 from headrace.service.identity import Role
 from headrace.service.jwt_rules import JwtRules
+from headrace.service.metrics import Metrics
+from headrace.service.quotas import QuotaRules, Quotas
 from headrace.service.tls import TlsFiles
+from headrace.service.tracing import NoTracer, Tracer
 
 
 class EdgeSettings(BaseSettings):
@@ -51,12 +56,51 @@ class EdgeSettings(BaseSettings):
         False, description="whether a port may be open to other machines without TLS, or to everybody"
     )
 
+    max_client_requests: int | None = Field(
+        None, ge=1, description="most requests that one client may have open; unset: no bound"
+    )
+    max_client_rpcs: int | None = Field(
+        None, ge=1, description="most RPCs that one client may have open; unset: no bound"
+    )
+    client_tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="tokens, prompts and answers, that one client may use per minute; unset: no bound",
+    )
+
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address of the metrics' port")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port that Prometheus scrapes; 0 picks a free one; unset: none"
+    )
+    metrics_by_client: bool = Field(
+        False, description="whether metrics count tokens by client, for those that have shown who they are"
+    )
+    access_log: bool = Field(
+        False, description="whether each RPC is logged: method, client, code, tokens, time"
+    )
+    otlp_endpoint: str = Field(
+        "", description="where traces are sent, such as http://127.0.0.1:4318/v1/traces; empty: nowhere"
+    )
+    trace_ratio: float = Field(
+        1.0, ge=0, le=1, allow_inf_nan=False, description="share of requests traced where callers don't say"
+    )
+
     @model_validator(mode="after")
     def _lets_in_whom_it_means_to(self) -> Self:
         problems = [*self._incomplete(), *self._too_open()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def make_edge(self) -> Edge:
+        """Quotas, metrics and traces, as set.
+
+        Raises:
+            UnusableFile: what traces need is not installed.
+        """
+        rules = QuotaRules(self.max_client_requests, self.max_client_rpcs, self.client_tokens_per_minute)
+        tracer = _otlp_tracer(self.otlp_endpoint, self.trace_ratio) if self.otlp_endpoint else NoTracer()
+        return Edge(Quotas(rules), Metrics(names_clients=self.metrics_by_client), tracer)
 
     def tls(self, client_ca: Path | None) -> TlsFiles | None:
         """TLS of a port; None for plain text."""
@@ -116,6 +160,15 @@ class EdgeSettings(BaseSettings):
                     f"{flag} {host!r} is open to other machines without {' and '.join(lacks)}: give it, "
                     "listen on 127.0.0.1, or set insecure where something in front of it does that"
                 )
+
+
+def _otlp_tracer(endpoint: str, ratio: float) -> Tracer:
+    try:
+        # An extra of its own: whoever traces nothing needs no such library.
+        from headrace.service.otel import otlp_tracer  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise UnusableFile(f"otlp_endpoint needs {error.name}: pip install 'headrace[otel]'") from error
+    return otlp_tracer(endpoint, ratio)
 
 
 def is_loopback(host: str) -> bool:

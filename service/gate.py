@@ -12,6 +12,7 @@ import grpc
 from grpc_status import rpc_status
 
 from headrace.service.auth import Admittance, Authenticator
+from headrace.service.edge import Edge
 from headrace.service.identity import Caller, acting_for
 from headrace.service.interceptors import Context, Handler
 from headrace.service.status import RpcFailure
@@ -22,10 +23,15 @@ class Gate(grpc.aio.ServerInterceptor):
     """Denies by default: unknown methods, reflection and health included, as far as `authenticator` says.
 
     A refused RPC is answered before its messages are decoded.
+
+    Args:
+        authenticator: says who calls.
+        edge: bounds what one client may have open, and counts who is not let in.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, edge: Edge) -> None:
         self._authenticator = authenticator
+        self._edge = edge
         self._refusals = RarelyLogged("caller refused")
 
     async def intercept_service(
@@ -60,8 +66,12 @@ class Gate(grpc.aio.ServerInterceptor):
                 except RpcFailure as failure:
                     await self._refuse(context, failure, method)
                 caller = Caller(known.identity, _host_of(context.peer()), traceparent, known.is_current)
-                with acting_for(caller):
-                    return await _outcome(respond(request, context), context)
+                try:
+                    with self._edge.quotas.rpc(caller.account), acting_for(caller):
+                        return await _outcome(respond(request, context), context)
+                except RpcFailure as failure:
+                    # What else is raised in there has become a status already.
+                    await self._refuse(context, failure, method)
 
             return entered
 
@@ -86,6 +96,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     async def _refuse(self, context: Context, failure: RpcFailure, method: str) -> NoReturn:
+        self._edge.metrics.shut_out(failure.reason)
         self._refusals.log(reason=failure.reason, method=method[:128], peer=_host_of(context.peer()))
         await context.abort_with_status(rpc_status.to_status(failure.to_status()))
         raise AssertionError("abort_with_status always raises")

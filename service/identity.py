@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 _NAME = re.compile(r"[\x20-\x7e]{1,256}")
@@ -41,6 +41,19 @@ def is_valid_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+@dataclass(slots=True)
+class Tally:
+    """Tokens of the requests of one RPC that are over."""
+
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    def add(self, num_prompt_tokens: int, num_completion_tokens: int) -> None:
+        """One more is over."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_completion_tokens += num_completion_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The peer of an RPC.
@@ -50,12 +63,14 @@ class Caller:
         host: the peer's address without its port: it stands for the client that has no name.
         traceparent: the caller's place in a trace, as W3C Trace Context writes it; empty for none.
         is_welcome: whether the credentials that let it in still would: asked before each request of a stream.
+        tally: what its requests have used, for the access log.
     """
 
     identity: Identity | None = None
     host: str = ""
     traceparent: str = ""
     is_welcome: Callable[[], bool] = lambda: True
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def name(self) -> str:
@@ -73,13 +88,12 @@ class Caller:
         return salt if self.identity is None else f"{self.name}\0{salt}"
 
 
-_NOBODY = Caller()
-_caller: ContextVar[Caller] = ContextVar("headrace_caller", default=_NOBODY)
+_caller: ContextVar[Caller | None] = ContextVar("headrace_caller", default=None)
 
 
 def current_caller() -> Caller:
     """The peer of the RPC that this code runs for."""
-    return _caller.get()
+    return _caller.get() or Caller()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -12,6 +13,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
+from headrace.service.identity import current_caller
+from headrace.service.metrics import Metrics
 from headrace.service.status import RpcFailure, failure_from, invalid, undecodable
 from headrace.service.telemetry import log, places_of
 from headrace.service.unsupported import unknown_fields
@@ -36,10 +39,16 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Args:
         slow_reader_s: longest time that one message may wait for its reader, seconds.
+        metrics: count how RPCs end.
+        has_access_log: whether a line is logged for each RPC; without it at level debug only.
     """
 
-    def __init__(self, slow_reader_s: float) -> None:
+    def __init__(
+        self, slow_reader_s: float, metrics: Metrics | None = None, *, has_access_log: bool = False
+    ) -> None:
         self._slow_reader_s = slow_reader_s
+        self._metrics = metrics or Metrics()
+        self._has_access_log = has_access_log
 
     async def intercept_service(
         self,
@@ -75,7 +84,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 response: Message = await answer(_decoded(request), context)
                 return response
 
-            return await _answered(method, context, work())
+            return await self._answered(method, context, work())
 
         return guarded
 
@@ -88,7 +97,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 async with aclosing(respond(requests, context)) as responses:
                     await self._write_all(responses, context)
 
-            await _answered(method, context, work())
+            await self._answered(method, context, work())
 
         return guarded
 
@@ -102,35 +111,48 @@ class Guard(grpc.aio.ServerInterceptor):
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     "SLOW_READER",
                     f"a message has not been read for {self._slow_reader_s:g} s; the stream is given up",
+                    retry_after_s=1.0,
                 ) from None
 
+    async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
+        """Await `work` and end the RPC by what it raises."""
+        began_s = time.monotonic()
+        try:
+            result = await work
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                self._ended("rpc cancelled", method, began_s, grpc.StatusCode.CANCELLED)
+                raise
+            failure = failure_from(RuntimeError())
+            log.error("inner cancellation", method=method, **places_of(error))
+        except Exception as error:
+            failure = failure_from(error)
+            if failure is not error and failure.code is grpc.StatusCode.INTERNAL:
+                log.error("rpc fault", method=method, **places_of(error))
+        else:
+            self._ended("rpc done", method, began_s, grpc.StatusCode.OK)
+            return result
+        self._ended("rpc refused", method, began_s, failure.code, reason=failure.reason)
+        await context.abort_with_status(rpc_status.to_status(failure.to_status()))
+        raise AssertionError("abort_with_status always raises")
 
-async def _answered(method: str, context: Context, work: Awaitable[T]) -> T:
-    """Await `work` and end the RPC by what it raises."""
-    began_s = time.monotonic()
-    try:
-        result = await work
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            _log_rpc("rpc cancelled", method, began_s, outcome="CANCELLED")
-            raise
-        failure = failure_from(RuntimeError())
-        log.error("inner cancellation", method=method, **places_of(error))
-    except Exception as error:
-        failure = failure_from(error)
-        if failure is not error and failure.code is grpc.StatusCode.INTERNAL:
-            log.error("rpc fault", method=method, **places_of(error))
-    else:
-        _log_rpc("rpc done", method, began_s, outcome="OK")
-        return result
-    _log_rpc("rpc refused", method, began_s, outcome=failure.code.name, reason=failure.reason)
-    await context.abort_with_status(rpc_status.to_status(failure.to_status()))
-    raise AssertionError("abort_with_status always raises")
-
-
-def _log_rpc(event: str, method: str, began_s: float, **outcome: str) -> None:
-    log.debug(event, method=method, duration_ms=round(1e3 * (time.monotonic() - began_s), 1), **outcome)
+    def _ended(self, event: str, method: str, began_s: float, code: grpc.StatusCode, **more: str) -> None:
+        """One line in the access log."""
+        self._metrics.rpc_ended(method, code)
+        caller = current_caller()
+        log.log(
+            logging.INFO if self._has_access_log else logging.DEBUG,
+            event,
+            method=method,
+            peer=caller.host,
+            **({"client": caller.name} if caller.name else {}),
+            outcome=code.name,
+            **more,
+            prompt_tokens=caller.tally.num_prompt_tokens,
+            completion_tokens=caller.tally.num_completion_tokens,
+            duration_ms=round(1e3 * (time.monotonic() - began_s), 1),
+        )
 
 
 def _tolerant(decode: Callable[[bytes], Message] | None) -> Callable[[bytes], Message | None]:

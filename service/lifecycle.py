@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from headrace.service.config import ServiceConfig
 from headrace.service.control import Drainer
 from headrace.service.health import Health
 from headrace.service.listening import Listener
+from headrace.service.metrics import follow_steps
+from headrace.service.metrics_server import metrics_port
 from headrace.service.progress import ShownProgress
 from headrace.service.server import Endpoint, Entrance, make_control_server, make_public_server
 from headrace.service.serving import ServedModel, Serving
@@ -51,7 +53,11 @@ _WARM_UP_TOKENS = 2
 
 def model_from_files(config: ServiceConfig, progress: LoadProgress) -> LoadedModel:
     """Fetch and load what the configuration names."""
-    return load_model(config.engine_config(resolve_model(config.model, config.cache, progress)), progress)
+    path = resolve_model(config.model, config.cache, progress)
+    draft_path = None
+    if config.draft_model is not None:
+        draft_path = resolve_model(config.draft_model, config.cache, progress)
+    return load_model(config.engine_config(path, draft_path), progress)
 
 
 async def serve(config: ServiceConfig, source: ModelSource = model_from_files) -> int:
@@ -78,7 +84,7 @@ class _Service:
     def __init__(self, config: ServiceConfig, health: Health) -> None:
         self._config = config
         self._health = health
-        self._serving = Serving()
+        self._serving = Serving(config.make_edge())
         self._drainer = Drainer(self._serving, health, config.lame_duck_s, config.drain_grace_s)
         self._stop = StopSignals()
 
@@ -119,6 +125,7 @@ class _Service:
         watching = asyncio.create_task(
             self._health.watch(engine, stall_timeout_s, min(_HEARTBEAT_S, stall_timeout_s / 2))
         )
+        counting = asyncio.create_task(follow_steps(engine, self._serving.edge.metrics, time.monotonic))
         hurrying = asyncio.create_task(self._stop.second())
         draining: asyncio.Task[int] | None = None
         try:
@@ -131,7 +138,7 @@ class _Service:
                 return EXIT_ENGINE_DIED
             return self._stop.exit_code
         finally:
-            for task in (dying, watching, hurrying, *([draining] if draining else [])):
+            for task in (dying, watching, counting, hurrying, *([draining] if draining else [])):
                 task.cancel()
 
     async def _is_done_before_a_signal(self, task: asyncio.Future[Any]) -> bool:
@@ -147,8 +154,9 @@ async def _listening(
 ) -> AsyncIterator[None]:
     """Both servers, up from here to the end of the block."""
     limits, reflects = config.limits(), config.reflection
-    callers = Entrance.guarded(config.caller_rules(), config.caller_tls())
-    operator = Entrance.guarded(config.control_rules(), config.control_tls())
+    logs_rpcs = config.access_log
+    callers = Entrance.guarded(config.caller_rules(), config.caller_tls(), has_access_log=logs_rpcs)
+    operator = Entrance.guarded(config.control_rules(), config.control_tls(), has_access_log=logs_rpcs)
     _log_entrances(config)
     listeners = [
         Listener(
@@ -174,14 +182,20 @@ async def _listening(
             await listener.start()
         watching += [asyncio.create_task(listener.watch()) for listener in listeners]
         port, control_port = (listener.endpoint.port for listener in listeners)
-        if config.ready_file is not None:
-            _write_ready_file(config.ready_file, port, control_port)
-        log.info("listening", host=config.host, port=port, control_port=control_port, pid=os.getpid())
-        yield
+        ports = {"port": port, "control_port": control_port}
+        async with AsyncExitStack() as stack:
+            if config.metrics_port is not None:
+                scraped = Endpoint(config.metrics_host, config.metrics_port)
+                ports["metrics_port"] = await stack.enter_async_context(metrics_port(serving, scraped))
+            if config.ready_file is not None:
+                _write_ready_file(config.ready_file, ports)
+            log.info("listening", host=config.host, **ports, pid=os.getpid())
+            yield
     finally:
         for task in watching:
             task.cancel()
         await asyncio.gather(*(listener.stop(_FLUSH_S) for listener in listeners))
+        await asyncio.to_thread(serving.edge.tracer.close)
         log.info("stopped")
 
 
@@ -247,12 +261,10 @@ def _log_ready(engine: AsyncEngine) -> None:
     )
 
 
-def _write_ready_file(path: Path, port: int, control_port: int) -> None:
+def _write_ready_file(path: Path, ports: dict[str, int]) -> None:
     """Readers see the whole file or none."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(
-        json.dumps({"port": port, "control_port": control_port, "pid": os.getpid()}) + "\n", encoding="utf-8"
-    )
+    unfinished.write_text(json.dumps({**ports, "pid": os.getpid()}) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 

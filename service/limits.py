@@ -18,6 +18,8 @@ class Limits:
     Args:
         max_message_bytes: longest protobuf message, either way; enforced by gRPC itself. Clients of ours have
             the same limit.
+        max_metadata_bytes: longest metadata of one RPC.
+        max_concurrent_streams: RPCs that one connection may have open; more wait at the client.
         max_text_bytes: longest raw text, and longest whole conversation.
         max_messages, max_tools: parts of a conversation.
         max_stop_token_ids: stop ids of one request.
@@ -42,6 +44,8 @@ class Limits:
     """
 
     max_message_bytes: int = 16 * 2**20
+    max_metadata_bytes: int = 16 * 2**10
+    max_concurrent_streams: int = 4096
     max_text_bytes: int = 2 * 2**20
     max_messages: int = 1024
     max_tools: int = 128

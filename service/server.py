@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.service.auth import Authenticator, AuthRules
 from headrace.service.control import ControlServicer, Drainer
+from headrace.service.edge import Edge
 from headrace.service.gate import Gate
 from headrace.service.generation import GenerationServicer
 from headrace.service.health import Health
@@ -56,19 +57,22 @@ class Entrance:
     Args:
         authenticator: says who calls; None lets everybody in.
         credentials: for TLS; None is plain text.
+        has_access_log: whether a line is logged for each RPC.
     """
 
     authenticator: Authenticator | None = None
     credentials: grpc.ServerCredentials | None = None
+    has_access_log: bool = False
 
     @classmethod
-    def guarded(cls, rules: AuthRules, tls: TlsFiles | None) -> Entrance:
+    def guarded(cls, rules: AuthRules, tls: TlsFiles | None, *, has_access_log: bool = False) -> Entrance:
         """An entrance that keeps `rules`.
 
         Raises:
             UnusableFile: a certificate, key or token file can't be taken.
         """
-        return cls(Authenticator(rules), None if tls is None else server_credentials(tls))
+        credentials = None if tls is None else server_credentials(tls)
+        return cls(Authenticator(rules), credentials, has_access_log)
 
 
 OPEN = Entrance()
@@ -78,7 +82,7 @@ def make_public_server(
     serving: Serving, health: Health, limits: Limits, *, has_reflection: bool, entrance: Entrance = OPEN
 ) -> grpc.aio.Server:
     """The server for callers: generation, model, health."""
-    server = _make_server(limits, entrance)
+    server = _make_server(limits, entrance, serving.edge)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving, limits), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -97,7 +101,7 @@ def make_control_server(
     entrance: Entrance = OPEN,
 ) -> grpc.aio.Server:
     """The server for the operator: control, health."""
-    server = _make_server(limits, entrance)
+    server = _make_server(limits, entrance, serving.edge)
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(serving, drainer), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if has_reflection:
@@ -159,15 +163,24 @@ def _why_not(error: OSError, endpoint: Endpoint, port_flag: str) -> str:
             return f"can't listen on {endpoint.address}: {error.strerror}"
 
 
-def _make_server(limits: Limits, entrance: Entrance) -> grpc.aio.Server:
+def _make_server(limits: Limits, entrance: Entrance, edge: Edge) -> grpc.aio.Server:
     authenticator = entrance.authenticator or Authenticator(AuthRules(Role.GENERATE))
     return grpc.aio.server(
-        interceptors=[Gate(authenticator), Guard(limits.slow_reader_s)],
+        interceptors=[
+            Gate(authenticator, edge),
+            Guard(limits.slow_reader_s, edge.metrics, has_access_log=entrance.has_access_log),
+        ],
         options=[
             # Two servers on one port would share its connections at random.
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
+            # Of one connection: more streams wait at the client.
+            ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+            ("grpc.max_metadata_size", limits.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+            # Whoever connects and then says nothing, or too little, is hung up on.
+            ("grpc.server_handshake_timeout_ms", 10_000),
             # A peer that vanished without a word is noticed within keepalive time + timeout.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),

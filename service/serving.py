@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from headrace.engine import AsyncEngine
+from headrace.service.edge import Edge
 from headrace.service.limits import Limits
 from headrace.service.status import RpcFailure, unavailable, unknown_model
 from headrace.service.text import TextWorkers
@@ -44,9 +45,14 @@ class ServedModel:
 
 
 class Serving:
-    """Holds the served model for as long as there is one."""
+    """Holds the served model for as long as there is one.
 
-    def __init__(self) -> None:
+    Args:
+        edge: quotas, metrics and traces of what is served.
+    """
+
+    def __init__(self, edge: Edge | None = None) -> None:
+        self.edge = edge or Edge()
         self._served: ServedModel | None = None
         self._is_closed = False
         self._listeners: set[Callable[[], None]] = set()
@@ -56,8 +62,14 @@ class Serving:
         """Whether no request will ever be answered again: streams that wait for one may end."""
         return self._is_closed
 
+    @property
+    def served(self) -> ServedModel | None:
+        """The served model, if there is one now."""
+        return None if self._is_closed else self._served
+
     def open(self, served: ServedModel) -> None:
         """Begin to answer."""
+        self.edge.metrics.opened(served.name)
         self._served = served
 
     def close(self) -> None:

@@ -179,9 +179,14 @@ class SessionRun:
             self._ended_labels.move_to_end(label)
             while len(self._ended_labels) > self._limits.max_remembered_labels:
                 self._ended_labels.popitem(last=False)
-        yield from messages
-        for event in events:
-            yield from source.teller.messages(event)
+        try:
+            yield from messages
+            for event in events:
+                yield from source.teller.messages(event)
+        finally:
+            if source.is_ended:
+                # Its end has been told of already, unless the stream broke before it was.
+                log_end(source.parsed, RPC_ENDED)
 
     async def _read(self) -> None:
         async for message in self._messages:

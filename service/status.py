@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -34,6 +35,18 @@ _MAX_FIELD_BYTES = 200
 _MAX_VIOLATIONS_BYTES = 3072
 
 
+@dataclass(frozen=True, slots=True)
+class QuotaViolation:
+    """Becomes google.rpc.QuotaFailure.
+
+    Args:
+        subject: whose bound it is, such as client:alice.
+    """
+
+    subject: str
+    description: str
+
+
 class RpcFailure(Exception):
     """An answer that is an error: status code, a message for a person, a reason for a program.
 
@@ -41,6 +54,7 @@ class RpcFailure(Exception):
         reason: UPPER_SNAKE_CASE word of google.rpc.ErrorInfo, stable across versions.
         violations: become google.rpc.BadRequest.
         retry_after_s: becomes google.rpc.RetryInfo.
+        quota: what has been used up.
     """
 
     def __init__(
@@ -51,6 +65,7 @@ class RpcFailure(Exception):
         *,
         violations: tuple[FieldViolation, ...] = (),
         retry_after_s: float | None = None,
+        quota: QuotaViolation | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -58,12 +73,20 @@ class RpcFailure(Exception):
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
+        self.quota = quota
 
     def to_status(self) -> status_pb2.Status:
         """The status with its details, as `error` events and trailers carry it."""
         details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
         if self.violations:
             details.append(_bad_request(self.violations))
+        if self.quota is not None:
+            quota = error_details_pb2.QuotaFailure()
+            quota.violations.add(
+                subject=_cut(self.quota.subject, _MAX_FIELD_BYTES),
+                description=_cut(self.quota.description, _MAX_MESSAGE_BYTES),
+            )
+            details.append(quota)
         if self.retry_after_s is not None:
             details.append(error_details_pb2.RetryInfo(retry_delay=duration(self.retry_after_s)))
         return status_pb2.Status(
@@ -171,7 +194,11 @@ def _no_chat_template(error: NoChatTemplate) -> RpcFailure:
 
 def _overloaded(error: Overloaded) -> RpcFailure:
     return RpcFailure(
-        grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", str(error), retry_after_s=error.retry_after_s
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "OVERLOADED",
+        str(error),
+        retry_after_s=error.retry_after_s,
+        quota=QuotaViolation("server", str(error)),
     )
 
 

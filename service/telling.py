@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,9 +15,11 @@ from google.rpc import status_pb2
 from headrace.engine import FailureEvent, FinishEvent, OutputEvent, TokenEvent
 from headrace.service.admission import Admitted, Parsed, admit, encode
 from headrace.service.convert import delta_to_proto, finished_to_proto
+from headrace.service.identity import Caller
 from headrace.service.logprobs import pieces
 from headrace.service.status import RpcFailure, failure_from
 from headrace.service.telemetry import log, places_of
+from headrace.service.tracing import RequestRecord
 from headrace.v1 import generation_pb2
 
 RPC_ENDED = "CANCELLED/RPC_ENDED"
@@ -105,7 +107,10 @@ class Teller:
         progress, is_first = self._parsed.progress, event.index not in self._begun
         self._begun.add(event.index)
         is_echoed = is_first and self._parsed.start.output.is_echoed
-        progress.num_told_tokens += len(event.token_ids) - is_echoed * progress.num_prompt_tokens
+        num_tokens = len(event.token_ids) - is_echoed * progress.num_prompt_tokens
+        progress.num_told_tokens += num_tokens
+        self._parsed.ticket.charge_up_to(progress.num_prompt_tokens + progress.num_told_tokens)
+        self._parsed.edge.metrics.told(self._parsed.caller, num_tokens)
 
     def _finished(self, event: FinishEvent) -> generation_pb2.GenerationEvent:
         stop = event.matched_stop
@@ -116,7 +121,7 @@ class Teller:
             outcomes = sorted({end.reason.name for end in self._ends})
             made = sum(end.usage.num_completion_tokens for end in self._ends)
             self._parsed.progress.num_told_tokens = made
-            log_end(self._parsed, "+".join(outcomes))
+            log_end(self._parsed, "+".join(outcomes), self._ends)
         return self._narrator.finished(event.index, finished_to_proto(event))
 
 
@@ -141,6 +146,7 @@ def ended_with_its_rpc(parsed: Parsed) -> Iterator[None]:
         log_end(parsed, RPC_ENDED)
         raise
     finally:
+        log_end(parsed, "INTERNAL/NO_END")
         parsed.served.engine.abort(parsed.request_id)
 
 
@@ -163,13 +169,57 @@ def failed(parsed: Parsed, error: Exception) -> RpcFailure:
     return failure
 
 
-def log_end(parsed: Parsed, outcome: str) -> None:
-    """One line for each request that came past its fields' check."""
+def log_end(parsed: Parsed, outcome: str, ends: Sequence[FinishEvent] = ()) -> None:
+    """The one end of each request that came past its fields' check: its line in the log, its place in its
+    client's account, its metrics, its trace. Only the first end counts.
+
+    Args:
+        outcome: finish reasons, or a gRPC code and a reason.
+        ends: of its sequences, if it ended normally.
+    """
+    progress = parsed.progress
+    if progress.is_over:
+        return
+    progress.is_over = True
+    duration_s = time.monotonic() - parsed.arrival_s
+    parsed.ticket.charge_up_to(progress.num_prompt_tokens + progress.num_told_tokens)
+    parsed.ticket.close()
+    parsed.caller.tally.add(progress.num_prompt_tokens, progress.num_told_tokens)
     log.info(
         "request ended",
         request=parsed.request_id,
+        **_client_field(parsed.caller),
         outcome=outcome,
-        prompt_tokens=parsed.progress.num_prompt_tokens,
-        completion_tokens=parsed.progress.num_told_tokens,
-        duration_ms=round(1e3 * (time.monotonic() - parsed.arrival_s), 1),
+        prompt_tokens=progress.num_prompt_tokens,
+        completion_tokens=progress.num_told_tokens,
+        duration_ms=round(1e3 * duration_s, 1),
+    )
+    if progress.is_admitted:
+        _record(parsed, outcome, ends, duration_s)
+
+
+def _client_field(caller: Caller) -> dict[str, str]:
+    return {"client": caller.name} if caller.name else {}
+
+
+def _record(parsed: Parsed, outcome: str, ends: Sequence[FinishEvent], duration_s: float) -> None:
+    code = None if ends else outcome.partition("/")[0]
+    for end in ends:
+        parsed.edge.metrics.sequence_ended(end, uses_prefix_cache=parsed.start.uses_prefix_cache)
+    parsed.edge.metrics.request_ended(parsed.request_id, duration_s, code)
+    parsed.edge.tracer.record(
+        RequestRecord(
+            request_id=parsed.request_id,
+            model=parsed.served.name,
+            traceparent=parsed.caller.traceparent,
+            client=parsed.caller.name,
+            ended_ns=time.time_ns(),
+            duration_s=duration_s,
+            timings=next((end.timings for end in ends if end.index == 0), None),
+            outcome=outcome,
+            is_failure=code not in (None, "CANCELLED"),
+            num_prompt_tokens=parsed.progress.num_prompt_tokens,
+            num_completion_tokens=parsed.progress.num_told_tokens,
+            num_preemptions=sum(end.num_preemptions for end in ends),
+        )
     )

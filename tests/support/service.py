@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from headrace.engine import AsyncEngine, EngineConfig, LoadedModel
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.service.control import Drainer
+from headrace.service.edge import Edge
 from headrace.service.health import Health
 from headrace.service.limits import Limits
 from headrace.service.server import OPEN, Endpoint, Entrance, bind, make_control_server, make_public_server
@@ -100,15 +101,17 @@ async def running_service(
     lame_duck_s: float = 0.0,
     entrance: Entrance = OPEN,
     control_entrance: Entrance = OPEN,
+    edge: Edge | None = None,
 ) -> AsyncIterator[RunningService]:
     """A service on a free port, its channels open; everything is closed at the end.
 
     Args:
         opens: whether it serves, or stands as during a load.
-        entrance, control_entrance: how its ports are entered; the stubs come in plain text and without a name.
+        entrance, control_entrance: how its ports are entered; the stubs come in plain text, without a name.
+        edge: quotas, metrics, traces.
     """
     limits = limits or Limits()
-    health, serving = await Health.start(), Serving()
+    health, serving = await Health.start(), Serving(edge)
     drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
     public = make_public_server(serving, health, limits, has_reflection=True, entrance=entrance)
     control = make_control_server(

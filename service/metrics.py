@@ -1,0 +1,299 @@
+"""What Prometheus is told. Counters are fed as things happen; gauges are read off the engine at each scrape.
+
+No label has a value that callers choose, but for the client's name, which is told only where that is asked
+for and only of clients that have shown who they are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headrace.engine import AsyncEngine, FinishEvent, Load, StepStats
+from headrace.service.identity import Caller
+
+_PREFIX = "headrace"
+_LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_MAX_FOLLOWED = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The truth at the moment of a scrape, as the event loop sees it.
+
+    Args:
+        silent_s: time without progress while there is work, seconds.
+        lag_s: how long the event loop let the question wait, seconds.
+    """
+
+    model: str
+    load: Load
+    max_num_seqs: int
+    silent_s: float
+    lag_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _LastToken:
+    """When a sequence last got a token; while its prompt is computed: when a piece of that was."""
+
+    at_s: float
+    is_decoding: bool = False
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own. Belongs to the event loop's thread.
+
+    Args:
+        names_clients: whether tokens and requests are counted by client, too.
+    """
+
+    def __init__(self, *, names_clients: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        self._names_clients = names_clients
+        self._model = ""
+        # Of each live request, by the index of the sequence; the eldest are dropped should they be too many.
+        self._followed: OrderedDict[str, dict[int, _LastToken]] = OrderedDict()
+        client = ("client",) if names_clients else ()
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of admitted requests.", ("model", *client)
+        )
+        self._generation_tokens = self._counter(
+            "generation_tokens",
+            "Tokens of answers, counted as they are handed to their readers; what was made and never "
+            "fetched, or not told (best_of), is not among them.",
+            ("model", *client),
+        )
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries",
+            "Prompt tokens of finished requests that could have come from the prefix cache.",
+        )
+        self._prefix_hits = self._counter(
+            "prefix_cache_hits",
+            "Prompt tokens whose KV came from the prefix cache. What a request computes again after a "
+            "preemption, or shares among its own sequences, is no hit.",
+        )
+        self._success = self._counter(
+            "request_success", "Sequences that ended normally, by why.", ("model", "finished_reason")
+        )
+        self._failures = self._counter(
+            "request_failure", "Requests that were admitted and then failed, by gRPC code.", ("model", "code")
+        )
+        self._rejections = self._counter(
+            "admission_rejections",
+            "Requests that were refused before anything was computed for them, by the reason in ErrorInfo.",
+            ("reason",),
+        )
+        self._auth_failures = self._counter(
+            "auth_failures", "RPCs that were not let in, by the reason in their ErrorInfo.", ("reason",)
+        )
+        self._rpcs = self._counter(
+            "rpcs", "RPCs of headrace.v1 that ended, by gRPC code.", ("method", "code")
+        )
+        self._iteration_tokens = self._histogram(
+            "iteration_tokens", "Tokens computed in one step, prompts and answers together.", _TOKEN_BUCKETS
+        )
+        self._step_seconds = self._histogram(
+            "step_seconds", "Time of one step: planned, computed, taken in.", _GAP_BUCKETS
+        )
+        self._gap = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between two steps that gave a sequence its tokens, preemptions included, as the server "
+            "saw it. Tokens that one step gives together count once.",
+            _GAP_BUCKETS,
+        )
+        self._first = self._histogram(
+            "time_to_first_token_seconds",
+            "Arrival to first token, of each sequence that ended.",
+            _LATENCY_BUCKETS,
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to end, of each admitted request.", _LATENCY_BUCKETS
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds",
+            "Arrival to the first step that computed a token of it.",
+            _LATENCY_BUCKETS,
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "That step's start to the first token.", _LATENCY_BUCKETS
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "First token to last token.", _LATENCY_BUCKETS
+        )
+
+    def opened(self, model: str) -> None:
+        """From now on it is served under this name."""
+        self._model = model
+
+    def admitted(self, caller: Caller, num_prompt_tokens: int) -> None:
+        """The engine has queued a request."""
+        self._prompt_tokens.labels(self._model, *self._client(caller)).inc(num_prompt_tokens)
+
+    def told(self, caller: Caller, num_tokens: int) -> None:
+        """Tokens are handed to their reader."""
+        self._generation_tokens.labels(self._model, *self._client(caller)).inc(num_tokens)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before anything was computed for it."""
+        self._rejections.labels(reason).inc()
+
+    def shut_out(self, reason: str) -> None:
+        """An RPC was not let in."""
+        self._auth_failures.labels(reason).inc()
+
+    def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
+        """An RPC of ours is over."""
+        self._rpcs.labels(method.rpartition("/")[2], code.name).inc()
+
+    def sequence_ended(self, end: FinishEvent, *, uses_prefix_cache: bool) -> None:
+        """A sequence ended normally."""
+        self._success.labels(self._model, end.reason.value).inc()
+        timings = end.timings
+        for histogram, value in (
+            (self._first, timings.first_token_s),
+            (self._queue, timings.queued_s),
+            (self._prefill, timings.prefill_s),
+            (self._decode, timings.decode_s),
+        ):
+            if value is not None:
+                histogram.labels(self._model).observe(value)
+        if end.index == 0 and uses_prefix_cache and timings.queued_s is not None:
+            self._prefix_queries.labels(self._model).inc(end.usage.num_prompt_tokens)
+            self._prefix_hits.labels(self._model).inc(end.usage.num_cached_tokens)
+
+    def request_ended(self, request_id: str, duration_s: float, failed_with: str | None) -> None:
+        """A request that was admitted is over.
+
+        Args:
+            failed_with: gRPC code; None for a normal end.
+        """
+        self._followed.pop(request_id, None)
+        self._whole.labels(self._model).observe(duration_s)
+        if failed_with is not None:
+            self._failures.labels(self._model, failed_with).inc()
+
+    def stepped(self, stats: StepStats, now_s: float) -> None:
+        """A step is done.
+
+        Args:
+            now_s: monotonic seconds.
+        """
+        num_tokens = 0
+        gaps, followed = self._gap.labels(self._model), self._followed
+        for row in stats.rows:
+            num_tokens += row.num_prefill_tokens + row.num_decode_tokens
+            sequences = followed.get(row.request_id)
+            if sequences is None:
+                sequences = followed[row.request_id] = {}
+            last = sequences.get(row.index)
+            if last is None:
+                last = sequences[row.index] = _LastToken(now_s)
+            elif row.num_decode_tokens:
+                gaps.observe(now_s - last.at_s)
+            if row.num_decode_tokens:
+                last.is_decoding = True
+            # What is computed again after a preemption is no new token: the gap goes on.
+            if row.num_decode_tokens or not last.is_decoding:
+                last.at_s = now_s
+            if row.is_finished:
+                del sequences[row.index]
+        while len(followed) > _MAX_FOLLOWED:
+            followed.popitem(last=False)
+        self._iteration_tokens.labels(self._model).observe(num_tokens)
+        self._step_seconds.labels(self._model).observe(stats.schedule_s + stats.execute_s + stats.update_s)
+
+    def _client(self, caller: Caller) -> tuple[str, ...]:
+        return (caller.name,) if self._names_clients else ()
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ("model",)) -> Counter:
+        return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{_PREFIX}_{name}", text, ("model",), registry=self.registry, buckets=buckets)
+
+
+async def follow_steps(engine: AsyncEngine, metrics: Metrics, clock: Callable[[], float]) -> None:
+    """Tell `metrics` of each step until the engine ends."""
+    async with engine.watch_steps() as watch:
+        async for _, stats in watch:
+            metrics.stepped(stats, clock())
+
+
+class LoadCollector:
+    """Asks for the truth at each scrape.
+
+    Args:
+        snapshot: the truth; None while no model is served.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing beforehand: a registry would ask for the truth otherwise."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, and the sums that the engine keeps itself."""
+        now = self._snapshot()
+        yield _gauge(
+            "up", "1 while a model is served and the event loop answers.", {(): 0.0 if now is None else 1.0}
+        )
+        if now is None:
+            return
+        load, blocks, totals = now.load, now.load.blocks, now.load.totals
+        model = (now.model,)
+        for name, text, value in (
+            ("num_requests_running", "Sequences that have a place in the batch.", load.num_running),
+            ("num_requests_waiting", "Sequences that wait for a place.", load.num_waiting),
+            ("max_num_seqs", "Places in the batch.", now.max_num_seqs),
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV blocks that live sequences hold, 0 to 1; cached ones are free for them.",
+                blocks.live / blocks.total if blocks.total else 0.0,
+            ),
+            (
+                "silent_seconds",
+                "Time without a finished step while there is work; 0 when idle.",
+                now.silent_s,
+            ),
+            ("event_loop_lag_seconds", "How long the event loop let this scrape wait.", now.lag_s),
+        ):
+            yield _gauge(name, text, {model: float(value)}, ("model",))
+        yield _gauge(
+            "kv_blocks",
+            "Blocks of the KV pool by state; live + cached + free is the pool.",
+            {
+                (*model, state): float(number)
+                for state, number in (("live", blocks.live), ("cached", blocks.cached), ("free", blocks.free))
+            },
+            ("model", "state"),
+        )
+        for name, text, number in (
+            (
+                "num_preemptions",
+                "Sequences that lost their KV to others and are computed again.",
+                totals.num_preemptions,
+            ),
+            ("engine_steps", "Steps that were computed since the start.", totals.num_steps),
+        ):
+            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=("model",))
+            family.add_metric(model, number)
+            yield family
+
+
+def _gauge(
+    name: str, text: str, values: dict[tuple[str, ...], float], labels: tuple[str, ...] = ()
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.engine import BlockCounts, LoadedModel, RowStats, StepStats
+from headrace.engine.config import EngineConfig
+from headrace.service.edge import Edge
+from headrace.service.metrics import Metrics, follow_steps
+from headrace.service.metrics_server import metrics_port
+from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
+from tests.support.fake_runner import make_fake_model
+from tests.support.repository import ROOT
+from tests.support.requests import make_config
+from tests.support.service import (
+    LOOPBACK,
+    RunningService,
+    generate,
+    generate_ids,
+    ids_of,
+    make_start,
+    running_service,
+)
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass
+class Scraped:
+    """A service whose metrics can be scraped."""
+
+    service: RunningService
+    port: int
+
+    async def text(self) -> str:
+        def fetch() -> str:
+            with urlopen(f"http://127.0.0.1:{self.port}/metrics") as response:
+                return str(response.read().decode())
+
+        return await asyncio.to_thread(fetch)
+
+    async def samples(self) -> dict[Sample, float]:
+        """Every sample but the buckets, by name and labels (the model's is left out)."""
+        return {
+            (
+                sample.name,
+                tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model")),
+            ): sample.value
+            for family in text_string_to_metric_families(await self.text())
+            for sample in family.samples
+            if not sample.name.endswith(("_bucket", "_created"))
+        }
+
+
+@asynccontextmanager
+async def scraped(
+    model: LoadedModel | None = None, config: EngineConfig | None = None, edge: Edge | None = None
+) -> AsyncIterator[Scraped]:
+    edge = edge or Edge()
+    clock = asyncio.get_running_loop().time
+    async with (
+        running_service(model, config, edge=edge) as service,
+        metrics_port(service.serving, LOOPBACK) as port,
+    ):
+        following = asyncio.create_task(follow_steps(service.engine, edge.metrics, clock))
+        await asyncio.sleep(0)
+        yield Scraped(service, port)
+        following.cancel()
+
+
+async def test_counts_are_what_clients_got() -> None:
+    async with scraped() as scrape:
+        events = await generate(scrape.service, make_start(max_tokens=8))
+        assert len(await generate_ids(scrape.service, make_start(max_tokens=5, prompt=(1, 2)))) == 5
+        with pytest.raises(grpc.aio.AioRpcError):
+            await generate_ids(scrape.service, make_start(max_tokens=0))
+        await scrape.service.engine.wait_idle()
+        samples = await scrape.samples()
+        text = await scrape.text()
+    assert len(ids_of(events)) == 8
+    counted = {
+        "headrace_generation_tokens_total": 13,
+        "headrace_prompt_tokens_total": 6,
+        "headrace_e2e_request_latency_seconds_count": 2,
+        "headrace_time_to_first_token_seconds_count": 2,
+        "headrace_request_queue_time_seconds_count": 2,
+        "headrace_request_prefill_time_seconds_count": 2,
+        "headrace_request_decode_time_seconds_count": 2,
+        # One gap less than tokens, for each of the two.
+        "headrace_inter_token_latency_seconds_count": 11,
+        "headrace_iteration_tokens_sum": 6 + 11,
+        "headrace_iteration_tokens_count": 13,
+        "headrace_step_seconds_count": 13,
+        "headrace_engine_steps_total": 13,
+        "headrace_prefix_cache_queries_total": 6,
+        "headrace_prefix_cache_hits_total": 0,
+        "headrace_num_preemptions_total": 0,
+        "headrace_up": 1,
+        "headrace_num_requests_running": 0,
+        "headrace_num_requests_waiting": 0,
+        "headrace_kv_cache_usage_perc": 0,
+    }
+    assert {name: samples[name, ()] for name in counted} == counted
+    assert samples["headrace_request_success_total", (("finished_reason", "length"),)] == 2
+    assert samples["headrace_admission_rejections_total", (("reason", "INVALID_REQUEST"),)] == 1
+    assert samples["headrace_rpcs_total", (("code", "OK"), ("method", "Generate"))] == 1
+    assert 'model="fake"' in text
+    for line in text.splitlines():
+        if line.startswith("# HELP headrace_"):
+            assert len(line.split()) > 4, f"says nothing: {line}"
+
+
+async def test_gauges_are_the_truth_at_once_when_everybody_is_gone() -> None:
+    async with scraped(make_fake_model(num_blocks=32), make_config(max_num_seqs=4)) as scrape:
+        calls = [
+            scrape.service.generation.Generate(
+                GenerateRequest(start=make_start(max_tokens=80, prompt=(i + 1,)))
+            )
+            for i in range(8)
+        ]
+        for call in calls[:4]:
+            await call.read()
+        during = await scrape.samples()
+        for call in calls:
+            call.cancel()
+        await scrape.service.engine.wait_idle()
+        after = await scrape.samples()
+    assert during["headrace_num_requests_running", ()] > 0
+    assert during["headrace_kv_cache_usage_perc", ()] > 0
+    assert after["headrace_num_requests_running", ()] == after["headrace_num_requests_waiting", ()] == 0
+    assert after["headrace_kv_blocks", (("state", "live"),)] == 0
+    for samples in (during, after):
+        assert sum(value for (name, _), value in samples.items() if name == "headrace_kv_blocks") == 32
+
+
+async def test_hits_are_what_came_from_the_cache_and_no_recomputing() -> None:
+    prompt = tuple(range(1, 25))
+    async with scraped() as scrape:
+        await generate(scrape.service, make_start(prompt=prompt))
+        await generate(scrape.service, make_start(prompt=prompt, n=3))
+        samples = await scrape.samples()
+    assert samples["headrace_prefix_cache_queries_total", ()] == 48
+    assert samples["headrace_prefix_cache_hits_total", ()] == 20
+    assert samples["headrace_request_success_total", (("finished_reason", "length"),)] == 4
+
+
+async def test_labels_do_not_grow_with_what_callers_send() -> None:
+    async with scraped() as scrape:
+
+        async def send(round_: int) -> int:
+            for i in range(3):
+                await generate_ids(
+                    scrape.service, make_start(f"label-{round_}-{i}", prompt=(round_ + 1, i + 1))
+                )
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await scrape.service.generation.GenerateOnce(
+                        GenerateOnceRequest(start=make_start(model=f"model-{round_}-{i}"))
+                    )
+            return len(await scrape.samples())
+
+        assert await send(0) == await send(1)
+
+
+def step(*rows: tuple[str, int, int, bool]) -> StepStats:
+    """A step of rows: request, prompt tokens, tokens of answers, whether it ended."""
+    return StepStats(
+        step=0,
+        num_waiting=0,
+        num_preemptions=0,
+        blocks=BlockCounts(1, 1, 0, 0),
+        num_kv_slots_allocated=0,
+        num_kv_slots_used=0,
+        schedule_s=0.0,
+        execute_s=0.0,
+        update_s=0.0,
+        rows=tuple(RowStats(name, 0, 0, prefill, decode, ended) for name, prefill, decode, ended in rows),
+    )
+
+
+def test_the_gap_of_a_preempted_sequence_is_the_whole_of_its_wait() -> None:
+    metrics = Metrics()
+    metrics.opened("m")
+
+    def gaps() -> tuple[float, float]:
+        value = metrics.registry.get_sample_value
+        name, labels = "headrace_inter_token_latency_seconds", {"model": "m"}
+        return value(f"{name}_count", labels) or 0.0, value(f"{name}_sum", labels) or 0.0
+
+    metrics.stepped(step(("a", 4, 0, False)), 0.0)
+    metrics.stepped(step(("a", 4, 0, False)), 1.0)
+    assert gaps() == (0, 0)
+    metrics.stepped(step(("a", 0, 1, False), ("b", 2, 0, False)), 1.5)
+    assert gaps() == (1, 0.5)
+    # Preempted; what it had is computed again.
+    metrics.stepped(step(("a", 9, 0, False)), 7.0)
+    metrics.stepped(step(("a", 0, 1, True), ("b", 0, 1, False)), 8.5)
+    assert gaps() == (3, 0.5 + 7.0 + 7.0)
+
+
+def test_every_metric_on_the_dashboard_exists() -> None:
+    dashboard = json.loads((ROOT / "docker" / "grafana" / "headrace.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    used = {name for expression in expressions for name in re.findall(r"headrace_\w+", expression)}
+    used |= set(re.findall(r"headrace_\w+", str(dashboard["templating"])))
+    offered = asyncio.run(_offered())
+    assert used - offered == set()
+    assert len(used) > 20
+
+
+async def _offered() -> set[str]:
+    async with scraped() as scrape:
+        await generate(scrape.service, make_start())
+        families = list(text_string_to_metric_families(await scrape.text()))
+    names = {sample.name for family in families for sample in family.samples}
+    # A counter with labels shows nothing before it has counted.
+    return names | {f"{family.name}_total" for family in families if family.type == "counter"}
