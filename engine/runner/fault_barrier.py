@@ -5,19 +5,41 @@ from __future__ import annotations
 import logging
 
 from headrace.engine.errors import EngineDead
+from headrace.engine.kv.block_pool import NULL_BLOCK
 from headrace.engine.runner.protocol import Runner
-from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
+from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+from headrace.engine.sequence import SequenceId
 
 logger = logging.getLogger(__name__)
+
+_TEST_STEP = StepPlan(
+    -1,
+    (
+        ScheduledSequence(
+            sequence_id=SequenceId(-1),
+            first_position=0,
+            token_ids=(0,),
+            num_draft_tokens=0,
+            block_ids=(NULL_BLOCK,),
+            is_sampled=True,
+            sampling=SamplingParams(temperature=0.0),
+        ),
+    ),
+)
 
 
 class FaultBarrier:
     """A runner around a runner. A step that raises is run again row by row, which the idempotence of
     `Runner.execute` allows: the rows that raise alone fail alone, the others keep their results.
 
+    Rows that raise say nothing of the runner as long as it can do anything at all: on an idle server one
+    request that it can't run would be every row of every step. So when all rows of a step have raised, the
+    runner is given a step that nobody asked for, one token over the null block.
+
     Args:
         runner: the one that does the work.
-        max_failed_steps: so many steps in a row that raise for every row mean that the runner is broken.
+        max_failed_steps: after so many steps in a row in which not even that one succeeded it is broken.
     """
 
     def __init__(self, runner: Runner, max_failed_steps: int = 3) -> None:
@@ -29,7 +51,7 @@ class FaultBarrier:
         """Run a step.
 
         Raises:
-            EngineDead: too many steps in a row raised for every row.
+            EngineDead: for too many steps in a row the runner could run nothing.
         """
         is_broken = False
         try:
@@ -38,11 +60,12 @@ class FaultBarrier:
             logger.exception("step %d of %d rows failed, running them one by one", plan.step, len(plan.rows))
             alone = [self._execute_alone(plan, i) for i in range(len(plan.rows))]
             result = StepResult(tuple(row or _raised(error) for row, error in alone))
-            # A row that was computed and refused says nothing about the runner, only about its request.
-            is_broken = all(row is None for row, _ in alone)
+            is_broken = all(row is None for row, _ in alone) and not self._can_run_anything()
         self._num_failed_steps = self._num_failed_steps + 1 if is_broken else 0
         if self._num_failed_steps >= self._max_failed_steps:
-            raise EngineDead(f"{self._num_failed_steps} steps in a row failed for every request in them")
+            raise EngineDead(
+                f"{self._num_failed_steps} steps in a row failed for every request in them, and so did a test"
+            )
         return result
 
     def close(self) -> None:
@@ -56,6 +79,14 @@ class FaultBarrier:
         except Exception as error:
             logger.exception("sequence %d of step %d fails alone too", plan.rows[i].sequence_id, plan.step)
             return None, error
+
+    def _can_run_anything(self) -> bool:
+        try:
+            self._checked(_TEST_STEP)
+        except Exception:
+            logger.exception("a test step fails, too")
+            return False
+        return True
 
     def _checked(self, plan: StepPlan) -> StepResult:
         result = self._runner.execute(plan)

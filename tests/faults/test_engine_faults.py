@@ -53,3 +53,19 @@ async def test_when_the_loop_dies_everybody_is_told(fault):
             engine.submit(make_request())
         # An ordinary exception is given two more steps, each row tried alone; others end it at once.
         assert len([step async for step in watch]) == (2 if fault is MemoryError else 0)
+
+
+async def test_a_request_that_can_not_be_run_kills_no_idle_server_however_often_it_comes():
+    poison = (200, 201, 202)
+
+    def choke(plan):
+        if any(row.token_ids == poison for row in plan.rows):
+            raise RuntimeError("bad row")
+
+    async with running_engine(before_step=choke) as engine:
+        for _ in range(6):
+            failure = (await collect(engine.submit(make_request(prompt=poison))))[2]
+            assert isinstance(failure, FailureEvent)
+            assert isinstance(failure.error, RequestFailed)
+        assert not engine.is_dead
+        await assert_serves(engine)

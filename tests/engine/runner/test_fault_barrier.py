@@ -81,8 +81,8 @@ def test_an_answer_of_the_wrong_shape_is_a_failure(answer, is_sampled):
     assert result.rows == (RowResult(failure="the model step failed (ValueError)"),)
 
 
-def test_a_runner_that_fails_everybody_again_and_again_is_declared_dead():
-    runner = ScriptedRunner(bad={1, 2})
+def test_a_runner_that_can_run_nothing_again_and_again_is_declared_dead():
+    runner = ScriptedRunner(max_rows=0)
     barrier = FaultBarrier(runner, max_failed_steps=3)
     barrier.execute(make_plan(1, 2))
     barrier.execute(make_plan(1))
@@ -91,10 +91,22 @@ def test_a_runner_that_fails_everybody_again_and_again_is_declared_dead():
 
 
 def test_one_healthy_row_resets_the_count():
-    barrier = FaultBarrier(ScriptedRunner(bad={1}), max_failed_steps=2)
+    runner = ScriptedRunner(max_rows=0)
+    barrier = FaultBarrier(runner, max_failed_steps=2)
     for _ in range(5):
+        runner.max_rows = 0
         barrier.execute(make_plan(1))
+        runner.max_rows = 99
         barrier.execute(make_plan(1, 2))
+
+
+def test_requests_that_the_runner_can_not_run_never_make_it_broken():
+    runner = ScriptedRunner(bad={1})
+    barrier = FaultBarrier(runner, max_failed_steps=2)
+    for _ in range(5):
+        assert barrier.execute(make_plan(1)).rows[0].failure == "the model step failed (RuntimeError)"
+    # The step, its row alone, and a step that nobody asked for.
+    assert runner.num_rows_of_calls == [1, 1, 1] * 5
 
 
 def test_rows_that_were_computed_and_refused_never_make_the_runner_broken():
