@@ -3,6 +3,7 @@
 from headrace.engine.async_engine import AsyncEngine
 from headrace.engine.config import (
     MAX_LATENCY_TARGET_S,
+    MAX_SPECULATIVE_TOKENS,
     MIN_LATENCY_TARGET_S,
     BatchingPolicy,
     CacheConfig,
@@ -71,6 +72,7 @@ from headrace.engine.tokenizer import Chat, ChatMessage, JsonObject, Tokenizer, 
 
 __all__ = [
     "MAX_LATENCY_TARGET_S",
+    "MAX_SPECULATIVE_TOKENS",
     "MIN_LATENCY_TARGET_S",
     "AsyncEngine",
     "BatchingPolicy",

@@ -32,6 +32,7 @@ from headrace.service.edge_settings import EdgeSettings
 from headrace.service.latency_settings import LatencySettings
 from headrace.service.limits import Limits
 from headrace.service.scheduler_settings import SchedulerSettings
+from headrace.service.speculation_settings import SpeculationSettings
 
 _PREFIX = "HEADRACE_"
 
@@ -59,7 +60,7 @@ def default_cache_dir() -> Path:
         return Path(gettempdir()) / "headrace"
 
 
-class ServiceConfig(SchedulerSettings, LatencySettings, EdgeSettings):
+class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, EdgeSettings):
     """Serve a language model over gRPC.
 
     Each setting has three spellings: the flag --max-num-seqs, the variable HEADRACE_MAX_NUM_SEQS and, in the
@@ -131,7 +132,6 @@ class ServiceConfig(SchedulerSettings, LatencySettings, EdgeSettings):
         None, gt=0, description="memory for the KV pool, such as 2GiB; unset: a share of what is free"
     )
     num_blocks: int | None = Field(None, ge=1, description="blocks of the KV pool, instead of --kv-memory")
-
     prefix_caching: bool = Field(
         True, description="whether requests that begin alike share the KV of their full blocks"
     )
@@ -189,20 +189,18 @@ class ServiceConfig(SchedulerSettings, LatencySettings, EdgeSettings):
     @model_validator(mode="after")
     def _suits_the_engine(self) -> Self:
         if self.kv_memory is not None and self.num_blocks is not None:
-            raise ValueError(
-                "kv_memory and num_blocks are both given: they say the same thing, leave one out"
-            )
+            raise ValueError("kv_memory and num_blocks are both given: they say the same, leave one out")
         try:
             self.engine_config(Path(self.model))
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self
 
-    def engine_config(self, path: Path) -> EngineConfig:
+    def engine_config(self, path: Path, draft_path: Path | None = None) -> EngineConfig:
         """What the engine is told.
 
         Args:
-            path: where the model's files are.
+            path, draft_path: where the files of the model and of its draft model are.
         """
         return EngineConfig(
             model=ModelConfig(
@@ -225,6 +223,7 @@ class ServiceConfig(SchedulerSettings, LatencySettings, EdgeSettings):
             scheduler=self.scheduler_config(),
             num_threads=self.threads,
             latency=self.latency_config(),
+            speculation=self.speculation_config(draft_path),
         )
 
     def limits(self) -> Limits:

@@ -21,6 +21,7 @@ from headrace.engine import (
     ModelInfo,
     OutputParams,
     SamplingParams,
+    SpeculationParams,
     StepStats,
     StopConditions,
     TokenEvent,
@@ -36,6 +37,7 @@ from headrace.service.options import (
     num_made,
     num_sequences,
     sampling_from_proto,
+    speculation_from_proto,
     stop_from_proto,
     stop_violations,
 )
@@ -74,6 +76,7 @@ class Start:
         wants_token_ids: whether events carry ids.
         cache_salt: KV is shared only between requests of equal salts.
         uses_prefix_cache: whether KV is taken from the prefix cache and left there.
+        speculation: whether tokens are proposed, and how many.
     """
 
     label: str
@@ -90,6 +93,7 @@ class Start:
     time_limit_s: float | None
     cache_salt: str
     uses_prefix_cache: bool
+    speculation: SpeculationParams
 
 
 def start_from_proto(
@@ -144,6 +148,7 @@ def start_from_proto(
         time_limit_s=seconds(start.time_limit) if start.HasField("time_limit") else None,
         cache_salt=start.cache.salt,
         uses_prefix_cache=not start.cache.bypass,
+        speculation=speculation_from_proto(start.speculation),
     )
 
 
@@ -220,6 +225,8 @@ def finished_to_proto(event: FinishEvent) -> generation_pb2.Finished:
             prompt_tokens=event.usage.num_prompt_tokens,
             cached_tokens=event.usage.num_cached_tokens,
             completion_tokens=event.usage.num_completion_tokens,
+            draft_tokens_proposed=event.usage.num_draft_tokens,
+            draft_tokens_accepted=event.usage.num_accepted_draft_tokens,
         ),
         timings=generation_pb2.Timings(
             queued=_duration(event.timings.queued_s),

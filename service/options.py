@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.engine import FieldViolation, InvalidRequest, ModelInfo, SamplingParams, StopConditions
+from headrace.engine import (
+    FieldViolation,
+    InvalidRequest,
+    ModelInfo,
+    SamplingParams,
+    SpeculationParams,
+    StopConditions,
+)
 from headrace.service.limits import Limits
 from headrace.service.violations import (
     text_list_violations,
@@ -107,6 +114,14 @@ def num_sequences(start: pb.StartGeneration) -> int:
 def num_made(start: pb.StartGeneration) -> int:
     """How many sequences are made."""
     return start.sampling.best_of if start.sampling.HasField("best_of") else num_sequences(start)
+
+
+def speculation_from_proto(options: pb.SpeculationOptions) -> SpeculationParams:
+    """Whether tokens are proposed, and how many. What of it the server has is the engine's to say."""
+    return SpeculationParams(
+        is_enabled=options.enabled if options.HasField("enabled") else None,
+        num_tokens=options.num_speculative_tokens if options.HasField("num_speculative_tokens") else None,
+    )
 
 
 def stop_from_proto(stop: pb.StopOptions) -> StopConditions:

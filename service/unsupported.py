@@ -33,8 +33,6 @@ _NOTHING: Final = _Nothing()
 
 # Path in StartGeneration -> the value that asks for nothing, and so is taken.
 _OFF: Final[dict[str, object]] = {
-    "speculation.enabled": False,
-    "speculation.num_speculative_tokens": 0,
     "initial_credit": _NOTHING,
 }
 

@@ -15,9 +15,9 @@ def test_an_empty_request_asks_for_nothing_special() -> None:
 
 
 def test_the_refusal_says_which_value_would_be_right() -> None:
-    (violation,) = unsupported_fields(StartGeneration(speculation={"num_speculative_tokens": 4}))
-    assert violation.field == "speculation.num_speculative_tokens"
-    assert "leave it out or set it to 0" in violation.description
+    (violation,) = unsupported_fields(StartGeneration(initial_credit=4))
+    assert violation.field == "initial_credit"
+    assert "leave it out" in violation.description
 
 
 def test_looking_does_not_change_the_request() -> None:
