@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from headrace.clients import bench_command, cli_watch, tune_command
+from headrace.clients import bench_command, budget_command, cli_watch, tune_command
 from headrace.clients import cli_access as access
 from headrace.clients import cli_options as opt
 from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_with, hand_over, require_server, run
@@ -279,7 +279,7 @@ def demo(
 
 app.command(rich_help_panel="Watching a server")(cli_watch.top)
 app.command(rich_help_panel="Watching a server")(cli_watch.timeline)
-app.command(rich_help_panel="Measuring")(bench_command.bench)
+app.command(rich_help_panel="Watching a server")(budget_command.budget)
 app.command(rich_help_panel="Measuring")(bench_command.bench)
 app.command(rich_help_panel="Measuring")(tune_command.tune)
 

@@ -1,4 +1,4 @@
-"""The operator's client: load, steps as they happen, drain."""
+"""The operator's client: load, steps as they happen, latencies, drain."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headrace.clients.connection import ConnectionOptions, Tls, open_channel
 from headrace.clients.convert import load_from_proto, step_from_proto
 from headrace.clients.errors import error_from_rpc
 from headrace.clients.events import Load, StepReport
+from headrace.clients.latency import LatencyStatus, budget_to_proto, latency_from_proto
 from headrace.clients.retry import Attempts, RetryPolicy, call_with_retries
 from headrace.v1 import control_pb2
 from headrace.v1.control_pb2_grpc import ControlServiceStub
@@ -121,6 +122,35 @@ class ControlClient:
             Attempts(RetryPolicy(max_attempts=1), random.Random()),
         )
         return response.num_unfinished
+
+    async def set_latency_budget(
+        self,
+        *,
+        tpot_s: float | None = None,
+        ttft_s: float | None = None,
+        priority: int | None = None,
+    ) -> LatencyStatus:
+        """Have the server promise other latencies from its next step on.
+
+        Args:
+            tpot_s: time per output token, (last token - first token) / (tokens - 1); None: no target.
+            ttft_s: time from a request's arrival to its first token; None: no target.
+            priority: for requests of this priority alone; None: for all, and those that had targets of their
+                own lose them.
+
+        Returns:
+            What it promises now.
+
+        Raises:
+            InvalidArgument: a target can't be promised; it names the field.
+        """
+        request = budget_to_proto(tpot_s, ttft_s, priority)
+        stub = self._stub()
+        response = await call_with_retries(
+            lambda remaining_s: stub.SetLatencyBudget(request, timeout=remaining_s),
+            Attempts(RetryPolicy(max_attempts=1), random.Random()),
+        )
+        return latency_from_proto(response.latency)
 
     async def flush_cache(self) -> int:
         """Forget all cached KV that no live request uses.

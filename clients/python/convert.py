@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from headrace.clients import events
 from headrace.clients.errors import ProtocolError
+from headrace.clients.latency import latency_from_proto
 from headrace.v1 import control_pb2, generation_pb2, model_pb2
 
 _REASONS = {
@@ -172,6 +173,7 @@ def load_from_proto(message: control_pb2.GetLoadResponse) -> events.Load:
         batching=message.batching,
         model=message.model,
         uptime_s=_duration_s(message.uptime),
+        latency=latency_from_proto(message.latency),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from headrace.clients.latency import LatencyStatus
 
 
 class FinishReason(StrEnum):
@@ -341,6 +343,7 @@ class Load:
     batching: str
     model: str = ""
     uptime_s: float = 0.0
+    latency: LatencyStatus = field(default_factory=LatencyStatus)
 
 
 @dataclass(frozen=True, slots=True)

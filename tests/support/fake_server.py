@@ -307,7 +307,20 @@ class FakeControl(ControlServiceServicer):
         request: control_pb2.SetLatencyBudgetRequest,
         context: Context,
     ) -> control_pb2.SetLatencyBudgetResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no budget in this build")
+        if request.priority < 0:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "priority: must not be negative here")
+        told = control_pb2.LatencyClass(attainable=request.time_per_output_token.ToMilliseconds() != 1)
+        for name in ("priority", "time_per_output_token", "time_to_first_token"):
+            if request.HasField(name) and name == "priority":
+                told.priority = request.priority
+            elif request.HasField(name):
+                getattr(told, name).CopyFrom(getattr(request, name))
+        classes = (
+            [told] if not request.HasField("priority") else [control_pb2.LatencyClass(attainable=True), told]
+        )
+        return control_pb2.SetLatencyBudgetResponse(
+            latency=control_pb2.LatencyStatus(classes=classes, num_late=2)
+        )
 
 
 FAKE_CONTROL = FakeControl()

@@ -1,0 +1,118 @@
+"""The command line of `headrace budget`. What it runs is imported when it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.clients import cli_access as access
+from headrace.clients.cli_outcome import USAGE, fail, run
+
+if TYPE_CHECKING:
+    from headrace.clients.latency import LatencyClass, LatencyStatus
+
+DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def budget(
+    *,
+    target: Annotated[
+        str,
+        typer.Option("--target", "-t", metavar="HOST:PORT", help="The operator's port of the server."),
+    ] = DEFAULT_CONTROL_TARGET,
+    tpot: Annotated[
+        str | None,
+        typer.Option(
+            "--tpot", metavar="TIME", help="Time per output token to keep, such as 50ms.", show_default=False
+        ),
+    ] = None,
+    ttft: Annotated[
+        str | None,
+        typer.Option(
+            "--ttft",
+            metavar="TIME",
+            help="Time from arrival to first token to keep, such as 500ms.",
+            show_default=False,
+        ),
+    ] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            "--priority",
+            metavar="P",
+            help="Only for requests of this priority. Otherwise for all, those with targets of their own "
+            "included.",
+            show_default=False,
+        ),
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Have no targets any more.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Set the latencies that a running server promises, or show them and how they are kept.
+
+    Of --tpot and --ttft, the one that is not given is no target any more. Without options nothing changes.
+    """
+    is_set = tpot is not None or ttft is not None
+    if clear and is_set:
+        fail("--clear leaves no target: leave out --tpot and --ttft, or --clear", USAGE)
+    if priority is not None and not (clear or is_set):
+        fail("--priority needs --tpot, --ttft or --clear", USAGE)
+    tpot_s, ttft_s = _seconds(tpot, "--tpot"), _seconds(ttft, "--ttft")
+
+    from headrace.clients.control import ControlClient  # noqa: PLC0415
+
+    async def ask() -> LatencyStatus:
+        async with ControlClient(target, connection=access.connection()) as control:
+            if clear or is_set:
+                return await control.set_latency_budget(tpot_s=tpot_s, ttft_s=ttft_s, priority=priority)
+            return (await control.load()).latency
+
+    status = run(ask())
+    typer.echo(_json(status) if as_json else "\n".join(_lines(status)))
+
+
+def _seconds(written: str | None, flag: str) -> float | None:
+    if written is None:
+        return None
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *(us|ms|s|min)", written.strip())
+    if parts is None:
+        fail(f"{flag} must be a number and a unit of us, ms, s, min, such as 50ms; got {written!r}", USAGE)
+    return float(parts[1]) * _UNITS[parts[2]]
+
+
+def _json(status: LatencyStatus) -> str:
+    import json  # noqa: PLC0415
+    from dataclasses import asdict  # noqa: PLC0415
+
+    return json.dumps(asdict(status))
+
+
+def _lines(status: LatencyStatus) -> list[str]:
+    """A line for each class, and one of the server as a whole."""
+    if not status.classes:
+        return ["this server does not tell of its latencies"]
+    whole = (
+        f"next step {_spelt(status.predicted_step_s)}, first token of a new request "
+        f"{_spelt(status.predicted_ttft_s)}, waiting too late {status.num_late}, "
+        f"steps over {status.num_steps_over}"
+    )
+    return [*(_line(each, is_only=len(status.classes) == 1) for each in status.classes), whole]
+
+
+def _line(each: LatencyClass, *, is_only: bool) -> str:
+    who = f"priority {each.priority}" if each.priority is not None else "all" if is_only else "all others"
+    line = (
+        f"{who}: TPOT {_spelt(each.tpot_s)}, TTFT {_spelt(each.ttft_s)}; "
+        f"p95 TPOT {_spelt(each.attained_tpot_p95_s)}, TTFT {_spelt(each.attained_ttft_p95_s)}; "
+        f"over TPOT {each.num_over_tpot}, TTFT {each.num_over_ttft} of {each.num_sequences}"
+    )
+    return line if each.is_attainable else f"{line}; out of reach, whatever the load"
+
+
+def _spelt(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
