@@ -80,7 +80,7 @@ def budget_to_proto(
 
 def _class_from_proto(message: control_pb2.LatencyClass) -> LatencyClass:
     def given(name: str) -> float | None:
-        return _seconds(getattr(message, name)) if message.HasField(name) else None  # type: ignore[arg-type]
+        return _seconds(getattr(message, name)) if message.HasField(name) else None
 
     return LatencyClass(
         priority=message.priority if message.HasField("priority") else None,

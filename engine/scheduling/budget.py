@@ -86,7 +86,9 @@ class LatencyBudget:
     @property
     def targets(self) -> dict[int | None, LatencyTargets]:
         """By priority class; None stands for all classes that are not listed."""
-        return {None: self._default, **self._of_class}
+        listed: dict[int | None, LatencyTargets] = {None: self._default}
+        listed.update(self._of_class)
+        return listed
 
     def set_targets(self, targets: LatencyTargets, priority: int | None) -> None:
         """Change what is promised, from the next step on.
