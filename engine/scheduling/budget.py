@@ -87,7 +87,8 @@ class LatencyBudget:
     def targets(self) -> dict[int | None, LatencyTargets]:
         """By priority class; None stands for all classes that are not listed."""
         listed: dict[int | None, LatencyTargets] = {None: self._default}
-        listed.update(self._of_class)
+        for priority, targets in self._of_class.items():
+            listed[priority] = targets
         return listed
 
     def set_targets(self, targets: LatencyTargets, priority: int | None) -> None:
