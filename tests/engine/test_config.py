@@ -11,6 +11,13 @@ from headrace.engine.errors import ConfigError
     [
         (lambda: ModelConfig(Path("m"), dtype="int3"), "dtype='int3' is not known: use one of auto, float32"),
         (lambda: ModelConfig(Path("m"), max_model_len=1), "max_model_len=1 is too small"),
+        (
+            lambda: ModelConfig(Path("m"), device="tpu"),
+            "device='tpu' is not known: use one of auto, cpu, cuda",
+        ),
+        (lambda: CacheConfig(gpu_memory_utilization=0.0), "gpu_memory_utilization=0.0 is out of range"),
+        (lambda: CacheConfig(gpu_memory_utilization=1.5), "more than 0, at most 1"),
+        (lambda: CacheConfig(gpu_memory_utilization=float("nan")), "gpu_memory_utilization=nan"),
         (lambda: CacheConfig(block_size=0), "block_size=0 is too small"),
         (lambda: CacheConfig(num_blocks=0), "num_blocks=0 is too small"),
         (lambda: CacheConfig(memory_bytes=0), "memory_bytes=0 is too small"),

@@ -12,6 +12,8 @@ from headrace.engine.attention.backend import AttentionBackend, AttentionMetadat
 from headrace.engine.config import CacheLayout
 from headrace.engine.kv.storage import KVShape, KVStorage
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -67,6 +69,7 @@ def make_case(
     seed: int = 0,
     filler: float = 0.0,
     table_padding: int = 0,
+    device: torch.device = _CPU,
 ) -> AttentionCase:
     """Build a case.
 
@@ -75,13 +78,14 @@ def make_case(
         seed: each row's content depends on it, on the row's number and on nothing else.
         filler: what every slot holds that no row uses.
         table_padding: null blocks behind the widest row's table.
+        device: where cache, step and operands lie; the numbers are the same everywhere.
     """
     cases = tuple(Row(*row) for row in rows)
     num_blocks = [-(-row.seq_len // block_size) for row in cases]
     shuffled = torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(seed)) + 1
     block_table = torch.zeros(len(cases), max(num_blocks) + table_padding, dtype=torch.int32)
     layout = CacheLayout(num_blocks=sum(num_blocks) + 2, block_size=block_size)
-    storage = KVStorage(layout, KVShape(1, num_kv_heads, head_dim, dtype), torch.device("cpu"))
+    storage = KVStorage(layout, KVShape(1, num_kv_heads, head_dim, dtype), device)
     for cache in (storage.key, storage.value):
         cache[:, 1:].fill_(filler)
     queries, keys, values, slots = [], [], [], []
@@ -96,25 +100,25 @@ def make_case(
         values.append(torch.randn(shape, generator=generator).to(dtype))
         queries.append(torch.randn((row.num_queries, num_heads, head_dim), generator=generator).to(dtype))
         for cache, new in ((storage.key, keys[-1]), (storage.value, values[-1])):
-            cache[0].flatten(0, 1)[row_slots[: row.num_past]] = new[: row.num_past]
+            cache[0].flatten(0, 1)[row_slots[: row.num_past].to(device)] = new[: row.num_past].to(device)
         slots.append(row_slots[row.num_past :])
     seq_lens = [row.seq_len for row in cases]
     query_lens = [row.num_queries for row in cases]
     return AttentionCase(
         storage=storage,
         metadata=AttentionMetadata(
-            slot_mapping=torch.cat(slots),
-            block_table=block_table,
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            cu_seqlens_q=_cumulated(query_lens),
-            cu_seqlens_k=_cumulated(seq_lens),
+            slot_mapping=torch.cat(slots).to(device),
+            block_table=block_table.to(device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32).to(device),
+            cu_seqlens_q=_cumulated(query_lens).to(device),
+            cu_seqlens_k=_cumulated(seq_lens).to(device),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
         ),
         rows=cases,
-        query=torch.cat(queries),
-        key=torch.cat([k[row.num_past :] for k, row in zip(keys, cases, strict=True)]),
-        value=torch.cat([v[row.num_past :] for v, row in zip(values, cases, strict=True)]),
+        query=torch.cat(queries).to(device),
+        key=torch.cat([k[row.num_past :] for k, row in zip(keys, cases, strict=True)]).to(device),
+        value=torch.cat([v[row.num_past :] for v, row in zip(values, cases, strict=True)]).to(device),
         whole_keys=tuple(keys),
         whole_values=tuple(values),
     )
