@@ -84,12 +84,9 @@ class LatencyBudget:
         return any(targets.has_any for targets in (self._default, *self._of_class.values()))
 
     @property
-    def targets(self) -> dict[int | None, LatencyTargets]:
-        """By priority class; None stands for all classes that are not listed."""
-        listed: dict[int | None, LatencyTargets] = {None: self._default}
-        for priority, targets in self._of_class.items():
-            listed[priority] = targets
-        return listed
+    def targets(self) -> tuple[tuple[int | None, LatencyTargets], ...]:
+        """With the priority class of each; None stands for all classes that are not listed."""
+        return ((None, self._default), *self._of_class.items())
 
     def set_targets(self, targets: LatencyTargets, priority: int | None) -> None:
         """Change what is promised, from the next step on.
@@ -227,7 +224,7 @@ class LatencyBudget:
                 self._records.get(priority, no_record).told(
                     priority, targets, is_attainable=self._is_attainable(targets)
                 )
-                for priority, targets in self.targets.items()
+                for priority, targets in self.targets
             ),
             predicted_step_s=self.costs.predict(decode) if decode.num_decode_tokens else 0.0,
             predicted_ttft_s=self._predicted_ttft_s(1, waiting.num_in_time),
@@ -269,7 +266,7 @@ class LatencyBudget:
 
     def _tell_attainable(self) -> None:
         """Log it once when a class's targets get out of reach, and once when they are within it again."""
-        for priority, targets in self.targets.items():
+        for priority, targets in self.targets:
             is_attainable = self._is_attainable(targets)
             if is_attainable == self._told_attainable.get(priority, True):
                 continue
