@@ -63,7 +63,7 @@ class StepAllowance:
         self.was_tight = True
         is_due = self._must_join and self.num_joined == 0 if is_new else self._must_prefill
         if num_tokens < _LEAST_CHUNK:
-            return min(most, _LEAST_CHUNK) if is_due and not self.has_prefill else 0
+            return min(most, _LEAST_CHUNK) if is_due and (is_new or not self.has_prefill) else 0
         return num_tokens
 
     def take(self, first_position: int, num_tokens: int) -> None:
@@ -74,6 +74,10 @@ class StepAllowance:
         prices = self._prices
         self._left_s -= prices.prefill_token * num_tokens
         self._left_s -= prices.attended_pair * attended_pairs(first_position, num_tokens)
+
+    def take_drafts(self, num_tokens: int) -> None:
+        """Count draft tokens that the step is going to verify."""
+        self._left_s -= self._prices.decode_token * num_tokens
 
     def may_join(self, num_known_tokens: int, aim_s: float) -> bool:
         """Whether decodes stay quick enough with one more sequence.

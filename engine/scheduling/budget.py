@@ -79,11 +79,6 @@ class LatencyBudget:
         self._told_attainable: dict[int | None, bool] = {}
 
     @property
-    def has_targets(self) -> bool:
-        """Whether anything is promised to anybody. If not, nothing here changes what is scheduled."""
-        return any(targets.has_any for targets in (self._default, *self._of_class.values()))
-
-    @property
     def targets(self) -> tuple[tuple[int | None, LatencyTargets], ...]:
         """With the priority class of each; None stands for all classes that are not listed."""
         return ((None, self._default), *self._of_class.items())
@@ -136,14 +131,19 @@ class LatencyBudget:
         last, self._allowance = self._allowance, StepAllowance(self.costs)
         if not num_waiting or not running:
             self._last_join_s = now_s
-        if not self.has_targets:
+        if not any(targets.has_any for _, targets in self.targets):
+            # Nothing is promised to anybody: nothing here changes what is scheduled.
             return self._allowance
+        aims: dict[int, float] = {}
         num_decodes = num_context = num_rows = num_known = 0
         limit_s = tightest_s = math.inf
         for sequence in running:
             num_rows += 1
             num_known += len(sequence.token_ids)
-            aim_s = self._aim_of(sequence)
+            priority = sequence.request.priority
+            aim_s = aims.get(priority)
+            if aim_s is None:
+                aim_s = aims[priority] = self._aim_of(sequence)
             tightest_s = min(tightest_s, aim_s)
             if sequence.is_decoding:
                 num_decodes += 1
