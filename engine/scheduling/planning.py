@@ -64,6 +64,7 @@ class PlanInProgress:
         """Give a sequence that decodes drafts, too."""
         self.drafts_of[sequence] = drafts
         self.num_tokens_left -= drafts.num_tokens
+        self.allowance.take_drafts(drafts.num_tokens)
 
     def drop(self, sequence: Sequence) -> None:
         """Take back whatever a sequence was given."""

@@ -7,8 +7,8 @@ Measures the capacity of the default settings (requests per second with a queue 
 each load and each setting for a while: the budget, the defaults without one, and a grid of fixed
 `max_num_seqs` and `max_num_batched_tokens`. Each cell is a fresh server and the same arrivals; what is in
 --out already is not measured again, so a run may be broken off at any time. Goodput is requests per second
-that met all targets (DistServe, OSDI '24), at the client; a request that isn't over when the load has been for
---grace seconds is missed.
+that met all targets (DistServe, OSDI '24), at the client; a request that isn't over --grace seconds after the
+load is missed.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def line(name: str, cell: Cell | None) -> str:
     if cell is None:
         return f"{name:22s} not measured"
     return (
-        f"{name:22s} goodput {cell.goodput:6.2f} of {cell.offered:6.2f} /s, refused {cell.num_refused:4d}, "
-        f"TPOT ms p50 {1e3 * cell.tpot_p50_s:5.1f} p95 {1e3 * cell.tpot_p95_s:5.1f} met {cell.met_tpot:6.1%}, "
-        f"TTFT ms p50 {1e3 * cell.ttft_p50_s:6.0f} p95 {1e3 * cell.ttft_p95_s:6.0f} met {cell.met_ttft:6.1%}"
+        f"{name:22s} goodput {cell.goodput:6.2f} of {cell.offered:6.2f} /s, refused {cell.num_refused}, "
+        f"TPOT ms p50 {1e3 * cell.tpot_p50_s:5.1f} p95 {1e3 * cell.tpot_p95_s:5.1f} met {cell.met_tpot:.1%}, "
+        f"TTFT ms p50 {1e3 * cell.ttft_p50_s:6.0f} p95 {1e3 * cell.ttft_p95_s:6.0f} met {cell.met_ttft:.1%}"
     )
 
 
