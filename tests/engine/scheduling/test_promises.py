@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from headrace.engine.config import LatencyTargets
+from headrace.engine.outputs import LatencyClass
+from headrace.engine.scheduling.promises import ClassRecord
+from headrace.engine.sequence import Sequence
+from tests.support.sequences import make_sequence
+
+
+def ended(*token_s: float, arrival_s: float = 0.0) -> Sequence:
+    """A sequence that got a token at each of these times."""
+    sequence = make_sequence(arrival_s=arrival_s)
+    sequence.token_ids += [0] * len(token_s)
+    if token_s:
+        sequence.first_token_s, sequence.last_token_s = token_s[0], token_s[-1]
+    return sequence
+
+
+def test_each_target_is_counted_by_itself() -> None:
+    record, targets = ClassRecord(), LatencyTargets(tpot_s=0.1, ttft_s=1.0)
+    record.note(ended(1.5, 1.55), targets)
+    record.note(ended(10.5, 10.75, 10.9, arrival_s=10.0), targets)
+    record.note(ended(0.5), targets)
+    assert record.told(3, targets, is_attainable=False) == LatencyClass(
+        priority=3,
+        tpot_s=0.1,
+        ttft_s=1.0,
+        is_attainable=False,
+        num_sequences=3,
+        num_over_tpot=1,
+        num_over_ttft=1,
+        attained_tpot_p95_s=(10.9 - 10.5) / 2,
+        attained_ttft_p95_s=1.5,
+    )
+
+
+def test_without_targets_latencies_are_told_and_nothing_is_over() -> None:
+    record = ClassRecord()
+    record.note(ended(5.0, 9.0), LatencyTargets())
+    told = record.told(None, LatencyTargets(), is_attainable=True)
+    assert (told.num_sequences, told.num_over_tpot, told.num_over_ttft) == (1, 0, 0)
+    assert (told.attained_tpot_p95_s, told.attained_ttft_p95_s) == (4.0, 5.0)
+
+
+def test_a_sequence_without_a_token_says_nothing() -> None:
+    record = ClassRecord()
+    record.note(ended(), LatencyTargets(tpot_s=0.1))
+    assert record.told(None, LatencyTargets(), is_attainable=True) == LatencyClass(None)
+
+
+def test_percentiles_are_of_the_last_256_and_totals_of_all() -> None:
+    record, targets = ClassRecord(), LatencyTargets(ttft_s=50.0)
+    for number in range(1, 301):
+        record.note(ended(1000.0 - number), targets)
+    for number in range(1, 257):
+        record.note(ended(float(number)), targets)
+    told = record.told(None, targets, is_attainable=True)
+    assert (told.num_sequences, told.num_over_ttft) == (556, 300 + 206)
+    assert told.attained_ttft_p95_s == 244.0
