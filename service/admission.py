@@ -203,7 +203,6 @@ def _admitted(parsed: Parsed, encoded: Encoded) -> Admitted:
         client=parsed.caller.account,
         uses_prefix_cache=start.uses_prefix_cache,
         speculation=start.speculation,
-        speculation=start.speculation,
         constraint=encoded.constraint,
     )
     max_tokens = engine.max_tokens_for(request)
