@@ -1,4 +1,4 @@
-"""A latency budget that is set while a real model runs: the same answers, and the truth about what is kept."""
+"""A latency budget that is set while a real model runs: the same answers, and the truth about itself."""
 
 from __future__ import annotations
 
