@@ -127,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.num_steps = 0
         self.next_id = 0
+        self.has_lost_a_member = False
         self.sequences: dict[SequenceId, Sequence] = {}
         self.num_ends: dict[SequenceId, int] = {}
 
@@ -195,6 +196,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         next(num_rules)
         self.run_step(failing=())
 
+    @rule(number=st.integers(2, 10))
+    def some_steps(self, number):
+        for _ in range(number):
+            next(num_rules)
+            self.run_step(failing=())
+
     @rule(which=st.integers(0, 4), has_written=st.booleans())
     def step_with_a_row_that_raises(self, which, has_written):
         next(num_rules)
@@ -244,6 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_step(self, failing, *, has_written=True):
         before = Before(self)
+        self.has_lost_a_member &= bool(before.running)
         plan, num_preempted = self.scheduler.schedule(self.num_steps, self.now_s)
         self.num_steps += 1
         self.now_s += 0.125
@@ -295,6 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output == expected_output(request.prompt_token_ids, len(output), request.sampling.seed)
         assert not any(token_id in sequence.end_token_ids for token_id in output[:-1])
         was_live = not sequence.is_finished
+        self.has_lost_a_member |= sequence.status is SequenceStatus.RUNNING
         self.scheduler.finish(sequence)
         self.num_ends[sequence.sequence_id] += was_live
 
@@ -343,7 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         admitted = [s for s in self.scheduler.running if s.sequence_id in before.classes]
         assert not admitted or not num_preempted, "took blocks that somebody had just been made to give up"
         if self.config.batching is BatchingPolicy.STATIC and before.running and admitted:
-            assert not before.is_static_batch_full
+            assert not self.has_lost_a_member
         for waiting in self.scheduler.waiting:
             assert waiting.num_skips <= self.config.max_num_skips
             if waiting.sequence_id not in before.classes or waiting.is_waiting_for_leader:
@@ -434,8 +443,6 @@ class Before:
         self.led = {s.sequence_id for s in waiting if s.is_waiting_for_leader}
         self.fresh = [s for s in waiting if s.first_scheduled_s is None]
         self.counters = {client: machine.scheduler.ledger.counter(client) for client in machine.clients()}
-        # A batch that has run a decode is complete.
-        self.is_static_batch_full = any(s.num_output_tokens > 1 for s in self.running)
 
 
 def run(num_steps: int, first_seed: int = 0) -> Iterator[tuple[int, int]]:
