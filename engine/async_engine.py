@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, LatencyTargets, ModelInfo
+from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, ModelInfo
 from headrace.engine.constraints import ConstraintDesk
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.errors import Draining, EngineDead
 from headrace.engine.outputs import FailureEvent, Load
 from headrace.engine.runner.fault_barrier import FaultBarrier
 from headrace.engine.runner.protocol import LoadedModel
+from headrace.engine.scheduling.budget import LatencyDesk
 from headrace.engine.sequence import Request, RequestId
 from headrace.engine.streams import StepWatch, TokenStream
 from headrace.engine.tokenizer import Tokenizer
@@ -85,6 +86,11 @@ class AsyncEngine:
     def constraints(self) -> ConstraintDesk:
         """Where constraints are made ready for requests."""
         return self._constraints
+
+    @property
+    def latencies(self) -> LatencyDesk:
+        """Where promised latencies are changed."""
+        return self._core.latencies
 
     @property
     def batching(self) -> BatchingPolicy:
@@ -178,17 +184,6 @@ class AsyncEngine:
     def load(self) -> Load:
         """How busy it is now."""
         return self._core.load
-
-    def set_latency_targets(self, targets: LatencyTargets, priority: int | None = None) -> None:
-        """Change which latencies are promised, from the next step on.
-
-        Args:
-            priority: the class that it is for; None is for all, those with targets of their own included.
-
-        Raises:
-            ConfigError: too many classes have targets of their own.
-        """
-        self._core.set_latency_targets(targets, priority)
 
     def flush_cache(self) -> int:
         """Give up all cached KV that no live request holds; returns the number of blocks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from headrace.engine.config import CacheLayout, EngineConfig, LatencyTargets, ModelInfo
+from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
 from headrace.engine.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -34,7 +34,7 @@ from headrace.engine.outputs import (
     TokenEvent,
 )
 from headrace.engine.scheduling.admission import QueueGate
-from headrace.engine.scheduling.budget import LatencyBudget
+from headrace.engine.scheduling.budget import LatencyBudget, LatencyDesk
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId, SequenceStatus
@@ -128,17 +128,10 @@ class EngineCore:
             latency=self._budget.status(self._scheduler.running, self._scheduler.waiting),
         )
 
-    def set_latency_targets(self, targets: LatencyTargets, priority: int | None) -> None:
-        """Change which latencies are promised, from the next step on.
-
-        Args:
-            priority: the class that it is for; None is for all, those with targets of their own included.
-
-        Raises:
-            ConfigError: too many classes have targets of their own.
-        """
-        self._budget.set_targets(targets, priority)
-        self._scheduler.waiting.take_back()
+    @property
+    def latencies(self) -> LatencyDesk:
+        """Where promised latencies are changed."""
+        return LatencyDesk(self._budget, self._scheduler.waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request.

@@ -100,7 +100,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         served = self._serving.model()
         targets, priority = targets_from_proto(request, served.limits)
         try:
-            served.engine.set_latency_targets(targets, priority)
+            served.engine.latencies.set_targets(targets, priority)
         except ConfigError as error:
             raise InvalidRequest.of("priority", str(error)) from error
         log.info("latency targets", tpot_s=targets.tpot_s, ttft_s=targets.ttft_s, priority=priority)

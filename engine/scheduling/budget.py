@@ -115,11 +115,6 @@ class LatencyBudget:
         """What a step that only decodes one short row is expected to take, seconds."""
         return self.costs.predict(StepShape(0, 1, 1, 0))
 
-    def aim_tpot_s(self, target_s: float) -> float:
-        """The TPOT that is planned for: the target less a margin, or, where that is out of reach, the least
-        one at which prompts still get their part of each step."""
-        return max(AIM * target_s, LEAST_TPOT_FACTOR * self.single_row_s)
-
     def begin_step(self, running: Collection[Sequence], num_waiting: int, now_s: float) -> StepAllowance:
         """What the step that is about to be planned may take on.
 
@@ -281,9 +276,14 @@ class LatencyBudget:
                 1e3 * self.single_row_s,
             )
 
+    def _aim_tpot_s(self, target_s: float) -> float:
+        """The TPOT that is planned for: the target less a margin, or, where that is out of reach, the least
+        one at which prompts still get their part of each step."""
+        return max(AIM * target_s, LEAST_TPOT_FACTOR * self.single_row_s)
+
     def _aim_of(self, sequence: Sequence) -> float:
         target_s = self.targets_of(sequence).tpot_s
-        return math.inf if target_s is None else self.aim_tpot_s(target_s)
+        return math.inf if target_s is None else self._aim_tpot_s(target_s)
 
     def _prefill_s(self, num_prompt_tokens: int) -> float:
         """How long a prompt takes if it gets all that prompts get, seconds, the prefix cache allowed for."""
@@ -292,6 +292,32 @@ class LatencyBudget:
         alone_s = prices.prefill_token * num_tokens
         alone_s += prices.attended_pair * attended_pairs(first_position, num_tokens)
         return alone_s / max(self._prefill_share, _LEAST_SHARE)
+
+
+class LatencyDesk:
+    """Changes what is promised.
+
+    Args:
+        budget: where it is kept.
+        waiting: who may have been put off for it.
+    """
+
+    def __init__(self, budget: LatencyBudget, waiting: WaitingQueue) -> None:
+        self._budget = budget
+        self._waiting = waiting
+
+    def set_targets(self, targets: LatencyTargets, priority: int | None = None) -> None:
+        """Change which latencies are promised, from the next step on.
+
+        Args:
+            priority: the class that it is for; None is for all, those with targets of their own included.
+
+        Raises:
+            ConfigError: too many classes have targets of their own.
+        """
+        self._budget.set_targets(targets, priority)
+        # Who is late by the old targets need not be by the new ones.
+        self._waiting.take_back()
 
 
 def _spelt(seconds: float | None) -> str:
