@@ -27,7 +27,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _log = logging.getLogger(__name__)
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Tables that some older files carry; the decoder computes its own.
 _HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 _MOST_NAMES_IN_A_MESSAGE = 8
@@ -124,7 +124,7 @@ class Checkpoint:
         if tensor.dtype not in _STORED_DTYPES:
             raise ModelLoadError(
                 f"{self._folder / self._locations[name]}: {name} is stored as {tensor.dtype}; "
-                "supported: float32, bfloat16, float16"
+                "supported: float32, bfloat16, float16, float64"
             )
         return tensor
 

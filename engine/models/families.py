@@ -45,6 +45,14 @@ _MIXTRAL_NAMES = LayerNames(
 _STABLELM_NAMES = LayerNames(query_norm="self_attn.q_layernorm", key_norm="self_attn.k_layernorm")
 
 
+# The reference's other names of the same functions.
+_RENAMED_ACTIVATIONS = {
+    "swish": Activation.SILU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+}
+
+
 def llama(config: JsonFields) -> DecoderSpec:
     """Llama 2 and 3 and what is built like them (SmolLM2, TinyLlama, ...)."""
     _refuse_window(config)
@@ -328,7 +336,7 @@ def _max_positions(config: JsonFields) -> int:
 def _activation(config: JsonFields, name: str | None) -> Activation:
     name = name or config.text("hidden_act", "silu")
     try:
-        return Activation(name)
+        return Activation(_RENAMED_ACTIVATIONS.get(name, name))
     except ValueError:
         known = ", ".join(Activation)
         raise config.error(

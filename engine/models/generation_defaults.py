@@ -79,7 +79,8 @@ def suggested_sampling(folder: Path) -> SamplingDefaults:
     neutral = SamplingDefaults()
     suggested = SamplingDefaults(
         temperature=_control(file, "temperature", neutral.temperature),
-        top_k=file.integer("top_k", neutral.top_k, at_least=0),
+        # Some files write -1 for "all of them".
+        top_k=max(0, file.integer("top_k", neutral.top_k, at_least=-1)),
         top_p=_control(file, "top_p", neutral.top_p),
         min_p=_control(file, "min_p", neutral.min_p),
         repetition_penalty=_control(file, "repetition_penalty", neutral.repetition_penalty),

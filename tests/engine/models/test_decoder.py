@@ -117,6 +117,9 @@ def test_a_missing_original_length_is_read_as_the_reference_reads_it(rope_type: 
         {"num_key_value_heads": 4},
         {"num_hidden_layers": 1},
         {"rms_norm_eps": 1e-2},
+        {"hidden_act": "swish"},
+        {"hidden_act": "gelu_new"},
+        {"hidden_act": "gelu_fast", "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ],
     ids=str,
 )

@@ -234,6 +234,7 @@ def test_a_folder_without_generation_config_loads(tmp_path: Path) -> None:
         ({"do_sample": False, "temperature": 0.1, "top_k": 1}, SamplingDefaults(0.0, 1)),
         ({"do_sample": False}, SamplingDefaults(temperature=0.0)),
         ({"temperature": None, "top_k": None}, SamplingDefaults()),
+        ({"top_k": -1, "top_p": 0.9}, SamplingDefaults(top_p=0.9)),
     ],
 )
 def test_what_the_folder_suggests_for_sampling_is_told_as_it_is_written(
@@ -256,7 +257,7 @@ def test_what_the_folder_suggests_for_sampling_is_told_as_it_is_written(
         ({"temperature": -1}, "temperature is -1.0, which no request could ask for"),
         ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"top_p": 0}, "top_p is 0.0"),
-        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": -2}, "top_k is -2"),
         ({"min_p": 2}, "min_p is 2.0"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0.0"),
         ({"do_sample": "no"}, "do_sample is 'no'"),
