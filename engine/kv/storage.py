@@ -150,10 +150,11 @@ def resolve_layout(
     layout = CacheLayout(num_usable + 1, block_size)
     pool_bytes = layout.num_blocks * block_bytes
     if pool_bytes > available_bytes:
+        most = available_bytes // block_bytes - 1
+        remedy = f"use num_blocks={most} at most" if most > 0 else "free memory, or take a smaller model"
         raise ConfigError(
             f"{wanted_by} makes a KV pool of {_gib(pool_bytes)} ({token_bytes} bytes per token), "
-            f"but {_gib(available_bytes)} are free: use num_blocks={available_bytes // block_bytes - 1} "
-            "at most"
+            f"but {_gib(available_bytes)} are free: {remedy}"
         )
     logger.info(
         "KV pool: %d blocks of %d tokens, %s, %d tokens in all; the longest sequence served is %d tokens",

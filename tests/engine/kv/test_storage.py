@@ -128,6 +128,11 @@ def test_a_pool_below_the_longest_sequence_is_fine() -> None:
     [
         (CacheConfig(block_size=4, num_blocks=1000), 1000 * BYTES_PER_TOKEN, "use num_blocks=249 at most"),
         (
+            CacheConfig(block_size=4, num_blocks=9),
+            4 * BYTES_PER_TOKEN,
+            "free: free memory, or take a smaller",
+        ),
+        (
             CacheConfig(block_size=4, memory_bytes=2**30),
             2**20,
             r"memory_bytes=1073741824 makes a KV pool of 1\.00 GiB",
@@ -135,7 +140,7 @@ def test_a_pool_below_the_longest_sequence_is_fine() -> None:
         (CacheConfig(block_size=4, memory_bytes=100), PLENTY, f"at least {8 * BYTES_PER_TOKEN}"),
         (CacheConfig(block_size=4), 100 * BYTES_PER_TOKEN, "one sequence of 100 tokens"),
     ],
-    ids=["blocks", "memory", "no block", "default"],
+    ids=["blocks", "room for none", "memory", "no block", "default"],
 )
 def test_what_does_not_fit_is_refused_with_numbers(cache: CacheConfig, available: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
