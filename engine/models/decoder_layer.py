@@ -214,7 +214,10 @@ class _LayerReader:
             mlps = self._grouped(experts, each(), router, gate)
         else:
             mlps = SeparateExperts(
-                [GatedMlp(make_linear(up), make_linear(down), gate) for up, down in each()]
+                [
+                    GatedMlp(make_linear(up, None, self._kind), make_linear(down, None, self._kind), gate)
+                    for up, down in each()
+                ]
             )
         return MixtureOfExperts(experts, Router(experts, router), mlps)
 
