@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.benchmarks.prefix --prefix-len 512 --requests 32
 
-Two figures for each: prompt tokens that were computed over all prompt tokens, all requests at once; and time to
-first token, one request at a time, the first of them (cold) and the median of the others (warm).
+Two figures for each: prompt tokens that were computed over all prompt tokens, all requests at once; and time
+to first token, one request at a time, the first of them (cold) and the median of the others (warm).
 """
 
 from __future__ import annotations
@@ -57,12 +57,10 @@ async def _measure(args: argparse.Namespace, *, prefix_caching: bool) -> None:
         first_s = [await _ttft(engine, request) for request in requests]
         engine.flush_cache()
         before = engine.load().totals.num_prefill_tokens
-        # The first alone: what is computed in one step is shared from the next one on.
-        others = [_request(i, args.prefix_len) for i in range(args.requests)]
-        await _ttft(engine, others[0])
-        await asyncio.gather(*(_ttft(engine, request) for request in others[1:]))
+        # What is computed in one step is shared from the next one on.
+        await asyncio.gather(*(_ttft(engine, _request(i, args.prefix_len)) for i in range(args.requests)))
         computed = engine.load().totals.num_prefill_tokens - before
-        total = sum(len(request.prompt_token_ids) for request in others)
+        total = sum(len(request.prompt_token_ids) for request in requests)
     warm_s = statistics.median(first_s[1:])
     print(
         f"{'on' if prefix_caching else 'off':>6} {computed:9} {total:7} {computed / total:6.3f} "

@@ -3,9 +3,9 @@
     .venv/bin/python -m tests.benchmarks.scheduler --rows 64,256,1024 --blocks 100000
 
 All sequences decode, none ends: the usual step of a busy server. `plan` is `EngineCore.begin_step`;
-`update` is `EngineCore.finish_step`, which counts, shares blocks, appends tokens, checks for ends and makes the
-events that callers get, without text; `text` is what the text of those takes on top of that. Times are of one
-step, the median over all steps, in microseconds.
+`update` is `EngineCore.finish_step`, which counts, shares blocks, appends tokens, checks for ends and makes
+the events that callers get, without text; `text` is what the text of those takes on top of that. Times are of
+one step, the median over all steps, in microseconds.
 """
 
 from __future__ import annotations
