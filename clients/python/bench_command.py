@@ -178,7 +178,7 @@ def _report(result: BenchResult, json_path: Path | None, plots: list[Path]) -> N
     from rich.console import Console  # noqa: PLC0415
 
     from headrace.clients.bench_report import print_result, result_as_json  # noqa: PLC0415
-    from headrace.clients.plots import draw_bench  # noqa: PLC0415
+    from headrace.clients.plots import PlotError, draw_bench  # noqa: PLC0415
 
     print_result(Console(highlight=False), result)
     try:
@@ -189,3 +189,5 @@ def _report(result: BenchResult, json_path: Path | None, plots: list[Path]) -> N
             draw_bench(result.records, result.summary, result.workload, plots)
     except OSError as error:
         fail(f"{error.filename}: can't be written: {error.strerror}", FAILED)
+    except PlotError as error:
+        fail(str(error), FAILED)

@@ -51,7 +51,7 @@ def result_as_json(result: BenchResult, command: Sequence[str]) -> dict[str, obj
     """
     return {
         "schema": SCHEMA,
-        "command": list(command),
+        "command": without_token(command),
         "began": result.began.isoformat(),
         "machine": dataclasses.asdict(this_machine()),
         "server": {
@@ -68,6 +68,17 @@ def result_as_json(result: BenchResult, command: Sequence[str]) -> dict[str, obj
         "summary": summary_as_json(result.summary),
         "requests": [_request_as_json(record) for record in result.records],
     }
+
+
+def without_token(command: Sequence[str]) -> list[str]:
+    """A command line without what says who calls."""
+    told: list[str] = []
+    for word in command:
+        if told and told[-1] == "--token":
+            told.append("…")
+        else:
+            told.append("--token=…" if word.startswith("--token=") else word)
+    return told
 
 
 def summary_as_json(summary: Summary) -> dict[str, object]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from headrace.clients.bench import BenchResult, BenchSettings, run_bench
 from headrace.clients.bench_backend import GrpcBackend
 from headrace.clients.bench_machine import this_machine
+from headrace.clients.bench_report import without_token
 from headrace.clients.bench_stats import Summary
 from headrace.clients.demo_server import running_server
 from headrace.clients.tune_curve import CurvePoint, LatencyBudget, best_within, find_knee
@@ -137,7 +138,7 @@ class Tuning:
         knee, best = find_knee(self.points), best_within(self.points, budget)
         document = {
             "schema": SCHEMA,
-            "command": list(self.command),
+            "command": without_token(self.command),
             "settings": self.key,
             "machine": dataclasses.asdict(this_machine()),
             "server": self.server,
@@ -196,14 +197,16 @@ def _end_in_order_on_signals() -> None:
 
 @asynccontextmanager
 async def _server(settings: TuneSettings, batched_tokens: int | None) -> AsyncIterator[GrpcBackend]:
+    # Synthetic prompts are new at each point; those of a dataset come again: no cache may know them.
+    comes_again = settings.bench.dataset is not None
     if settings.backend is not None:
-        yield settings.backend
+        yield dataclasses.replace(settings.backend, bypass_cache=comes_again)
         return
     arguments = ["--model", settings.model, "--max-num-seqs", f"{max(settings.concurrencies)}"]
     if batched_tokens is not None:
         arguments += ["--max-num-batched-tokens", f"{batched_tokens}"]
     async with running_server([*arguments, *settings.serve_arguments], settings.command) as server:
-        yield GrpcBackend(server.target, server.control_target)
+        yield GrpcBackend(server.target, server.control_target, bypass_cache=comes_again)
 
 
 def _load(settings: TuneSettings, concurrency: int, place: int) -> BenchSettings:

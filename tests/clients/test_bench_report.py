@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headrace.clients.bench import BenchResult, BenchSettings
 from headrace.clients.bench_backend import Server
-from headrace.clients.bench_report import SCHEMA, notes, print_result, result_as_json
+from headrace.clients.bench_report import SCHEMA, notes, print_result, result_as_json, without_token
 from headrace.clients.bench_stats import RequestRecord, Summary, Targets, summarize
 
 
@@ -108,3 +108,9 @@ def test_what_a_reader_should_know_is_said(made: BenchResult, said: str) -> None
 
 def test_nothing_is_said_without_a_reason() -> None:
     assert len(notes(result(record()))) == 1
+
+
+def test_a_report_does_not_tell_who_called() -> None:
+    command = ["headrace", "--token", "secret", "bench", "--token-file", "f"]
+    assert without_token(command) == ["headrace", "--token", "…", "bench", "--token-file", "f"]
+    assert without_token(["headrace", "--token=secret", "bench"]) == ["headrace", "--token=…", "bench"]

@@ -90,6 +90,15 @@ async def test_every_point_has_prompts_of_its_own(tmp_path: Path) -> None:
     assert len(set(prompts)) == len(prompts) == 16 + 1 + 16 + 2
 
 
+async def test_prompts_of_a_dataset_come_again_and_are_kept_out_of_the_cache(tmp_path: Path) -> None:
+    dataset = tmp_path / "prompts.txt"
+    dataset.write_text("one\ntwo\n")
+    async with running_fake_server() as server:
+        settings = replace(running(server.target, 1), bench=BenchSettings(dataset=dataset, output_len="3"))
+        await run_tune(settings, tuning(tmp_path, settings), QUIET)
+        assert all(start.cache.bypass for start in server.record.starts)
+
+
 async def test_a_tuning_that_is_ended_keeps_its_whole_points(tmp_path: Path) -> None:
     hangs = asyncio.Event()
 
