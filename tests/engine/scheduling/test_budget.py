@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.config import (
+    CacheLayout,
     EngineConfig,
     LatencyConfig,
     LatencyTargets,
@@ -17,11 +18,13 @@ from headrace.engine.config import (
     SchedulerConfig,
 )
 from headrace.engine.errors import ConfigError, Overloaded
-from headrace.engine.scheduling.budget import LatencyBudget
+from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.scheduling.budget import LatencyBudget, LatencyDesk
 from headrace.engine.scheduling.cost_model import StepCostModel, StepPrices
 from headrace.engine.scheduling.fairness import ClientLedger
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.queue import WaitingQueue
+from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, SequenceStatus
 from tests.support.requests import make_request
 from tests.support.sequences import make_sequence
@@ -238,6 +241,28 @@ def test_running_streams_are_protected_from_a_burst_of_prompts() -> None:
     assert min(one.tpot_s for one in unprotected[:4]) > 0.025
     assert max(one.tpot_s for one in protected[:4]) <= 0.02
     assert all(one.is_over for one in protected)
+
+
+def test_no_more_rows_join_than_are_quick_enough() -> None:
+    # 10 ms + 2 ms a row: nine tenths of the 47.5 ms that are aimed at hold 16 rows.
+    kv = KVCacheManager(CacheLayout(1000, 4))
+    scheduler = Scheduler(SchedulerConfig(32, 512), kv, budget=budget_of(tpot_s=0.05))
+    for _ in range(30):
+        scheduler.add(make_sequence(prompt_len=2))
+    plan, _ = scheduler.schedule(0, now_s=0.0)
+    assert plan is not None
+    assert len(plan.rows) == len(scheduler.running) == 16
+
+
+def test_who_is_late_by_old_targets_need_not_be_by_new_ones() -> None:
+    budget, waiting, late = budget_of(ttft_s=0.1), WaitingQueue(ClientLedger({}), 10.0), make_sequence()
+    waiting.add(late)
+    waiting.put_off(late)
+    assert list(waiting.in_order(0.0)) == []
+    LatencyDesk(budget, waiting).set_targets(LatencyTargets(ttft_s=9.0))
+    assert list(waiting.in_order(0.0)) == [late]
+    assert list(waiting.in_order(0.0, late=True)) == []
+    assert budget.targets == ((None, LatencyTargets(ttft_s=9.0)),)
 
 
 def test_decodes_are_never_left_out_whatever_is_promised() -> None:

@@ -111,10 +111,10 @@ def test_one_step_in_thirty_that_takes_ten_times_as_long_changes_little() -> Non
 def test_a_machine_that_becomes_slower_is_believed_within_some_steps() -> None:
     rng, model = random.Random(4), taught(600, noise=0.03)
     slower = StepPrices(*(3 * price for price in MACHINE.as_tuple()))
-    for _ in range(40):
+    for _ in range(20):
         shape = random_shape(rng)
         model.observe(shape, cost(shape, slower) * rng.gauss(1, 0.03))
-    assert worst_error(model, slower) < 0.15
+    assert worst_error(model, slower) < 0.25
 
 
 def test_what_has_not_been_seen_for_long_is_not_forgotten() -> None:
@@ -126,6 +126,15 @@ def test_what_has_not_been_seen_for_long_is_not_forgotten() -> None:
     assert model.predict(prefill) == pytest.approx(cost(prefill), rel=0.1)
     full = replace(shape, num_decode_tokens=16, num_context_tokens=4800)
     assert model.predict(full) == pytest.approx(cost(full), rel=0.3)
+
+
+@pytest.mark.slow
+def test_no_number_runs_dry_in_hours_without_a_prompt() -> None:
+    model, shape = taught(100), StepShape(0, 1, 300, 0)
+    for _ in range(360_000):
+        model.observe(shape, cost(shape))
+    prefill = StepShape(256, 1, 300, 256 * 257 // 2)
+    assert model.predict(prefill) == pytest.approx(cost(prefill), rel=0.1)
 
 
 def test_ninety_five_steps_in_a_hundred_stay_below_the_upper_estimate() -> None:
