@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import statistics
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,20 +38,31 @@ def main() -> None:
     path = arguments.results or arguments.cache / "results.json"
     found = results.read(path, works)
     for name in names:
-        if name in found and not arguments.redo:
+        earlier = None if arguments.redo else found.get(name)
+        missing = [work for work in works if work.name in arguments.work.split(",")]
+        if earlier is not None:
+            missing = [work for work in missing if not earlier.has(work.name, arguments.passes)]
+        if not missing:
             continue
         pair = PAIRS[name](_place(arguments.cache))
         build()  # as `make` does
         if arguments.setup_only:
             continue
-        found[name] = asyncio.run(compare(pair, works, arguments.passes))
-        results.write(path, works, asdict(this_machine()), found)
+        found[name] = earlier or results.Comparison(
+            results.Side(pair.rival.name), results.Side(pair.headrace.name)
+        )
+
+        def keep() -> None:
+            results.write(path, works, asdict(this_machine()), found)
+
+        asyncio.run(compare(pair, found[name], missing, arguments.passes, keep))
     results.print_table(Console(highlight=False, width=max(120, Console().width)), works, found)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.rivals", description=__doc__)
     parser.add_argument("--only", help=f"rivals to measure, of {', '.join(PAIRS)}; none: print the table")
+    parser.add_argument("--work", default="w1,w2,w3", help="which of it, to measure in short pieces")
     parser.add_argument("--workload", type=Path, help="JSON of the work; otherwise it is made from a seed")
     parser.add_argument("--passes", type=int, default=3, help="how often each side does each work, in turn")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "headrace-rivals")
@@ -68,26 +80,32 @@ def _place(cache: Path) -> Place:
     return Place(cache, model, gguf)
 
 
-async def compare(pair: Pair, works: list[Work], num_passes: int) -> results.Comparison:
-    """Start both sides, let them work in turn, and end them."""
-    rival, headrace = results.Side(pair.rival.name), results.Side(pair.headrace.name)
-    async with pair.rival.start() as other:
-        rival.start_s = other.start_s
-        async with pair.headrace.start() as ours:
-            headrace.start_s = ours.start_s
-            sides = ((rival, other), (headrace, ours))
-            for side, started in sides:
-                side.idle_cpu = await _idle_cpu(started)
-                await started.do(warm_up(works[0]))
-            for work in works:
-                for _ in range(num_passes):
-                    for side, started in sides:
-                        side.figures.setdefault(work.name, []).append(await _figure(started, work))
-                for side, started in sides:
-                    side.rss_mib = max(side.rss_mib, started.rss_mib())
-            for side, started in sides:
-                side.peak_mib = started.peak_mib()
-    return results.Comparison(rival, headrace, datetime.now(UTC).isoformat(timespec="minutes"), _commit())
+async def compare(
+    pair: Pair,
+    comparison: results.Comparison,
+    works: list[Work],
+    num_passes: int,
+    keep: Callable[[], None],
+) -> None:
+    """Start both sides, let them work in turn, and end them; what is whole is kept at once."""
+    async with pair.rival.start() as other, pair.headrace.start() as ours:
+        sides = ((comparison.rival, other), (comparison.headrace, ours))
+        for side, started in sides:
+            side.start_s = started.start_s
+            side.idle_cpu = await _idle_cpu(started)
+            await started.do(warm_up(works[0]))
+        for work in works:
+            figures: list[list[float]] = [[], []]
+            for _ in range(num_passes):
+                for (_, started), measured in zip(sides, figures, strict=True):
+                    measured.append(await _figure(started, work))
+            for (side, started), measured in zip(sides, figures, strict=True):
+                side.figures[work.name] = measured
+                side.rss_mib = max(side.rss_mib, started.rss_mib())
+                side.peak_mib = max(side.peak_mib, started.peak_mib())
+            comparison.measured = datetime.now(UTC).isoformat(timespec="minutes")
+            comparison.commit = _commit()
+            keep()
 
 
 async def _figure(started: Started, work: Work) -> float:

@@ -46,6 +46,10 @@ class Comparison:
     measured: str = ""
     commit: str = ""
 
+    def has(self, work: str, num_passes: int) -> bool:
+        """Whether both sides have done a work so often."""
+        return all(len(side.figures.get(work, ())) >= num_passes for side in (self.rival, self.headrace))
+
 
 def read(path: Path, works: Sequence[Work]) -> dict[str, Comparison]:
     """What a file holds, of this same work; nothing if there is no file.
@@ -90,7 +94,7 @@ def print_table(console: Console, works: Sequence[Work], found: dict[str, Compar
         table.add_column(heading, justify="right")
     for name, comparison in found.items():
         for side in (comparison.rival, comparison.headrace):
-            spread = [_with_spread(side.figures[work.name]) for work in works]
+            spread = [_with_spread(side.figures.get(work.name, ())) for work in works]
             table.add_row(
                 side.name,
                 *spread,
@@ -100,10 +104,17 @@ def print_table(console: Console, works: Sequence[Work], found: dict[str, Compar
                 f"{side.idle_cpu:.2f}",
             )
         mine, other = comparison.headrace, comparison.rival
-        ratios = [mine.figure(work.name) / other.figure(work.name) for work in works]
+        ratios = [
+            f"{mine.figure(work.name) / other.figure(work.name):.2f} ×"
+            if comparison.has(work.name, 1)
+            else ""
+            for work in works
+        ]
+        if not mine.rss_mib or not other.rss_mib:
+            continue
         table.add_row(
             f"headrace ÷ {name}",
-            *(f"{ratio:.2f} ×" for ratio in ratios),
+            *ratios,
             f"{mine.rss_mib / other.rss_mib:.2f} ×",
             f"{mine.peak_mib / other.peak_mib:.2f} ×",
             f"{mine.start_s / other.start_s:.2f} ×",
@@ -116,6 +127,8 @@ def print_table(console: Console, works: Sequence[Work], found: dict[str, Compar
 
 def _with_spread(figures: Sequence[float]) -> str:
     """The median, and what it lies between."""
+    if not figures:
+        return "not yet"
     median = statistics.median(figures)
     if len(figures) == 1:
         return f"{median:.0f}"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from headrace.clients.bench_backend import Ask
+from tests.benchmarks.rivals import __main__ as program
 from tests.benchmarks.rivals import in_process, results
-from tests.benchmarks.rivals.contender import served_by
-from tests.benchmarks.rivals.pairs import PAIRS
+from tests.benchmarks.rivals.contender import Contender, Started, served_by
+from tests.benchmarks.rivals.pairs import PAIRS, Pair
 from tests.benchmarks.rivals.work import Request, Timing, Work, all_work, figure_of, warm_up
 from tests.support.bench_backends import ScriptedBackend
 
@@ -119,6 +124,45 @@ def test_figures_are_kept_from_run_to_run_and_told_as_ratios(tmp_path: Path) -> 
     results.print_table(Console(file=out, width=120), [MIX], found)
     for said in ("110 (100-120)", "headrace ÷ fast", "2.00 ×", "0.50 ×"):
         assert said in out.getvalue()
+
+
+def contender(name: str, log: list[str], rate: float) -> Contender:
+    """One that needs a fixed time for each token, and fails at W3 if its rate is 0."""
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Started]:
+        async def do(work: Work) -> list[Timing]:
+            log.append(f"{name} {work.name}")
+            if work.name == "w3" and not rate:
+                raise RuntimeError("no")
+            return [Timing(1.0, 1.0 + len(log), request.output_len) for request in work.requests]
+
+        yield Started(do, os.getpid(), 2.5)
+
+    return Contender(name, start)
+
+
+async def test_both_sides_work_in_turn_and_what_is_whole_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pause in ("IDLE_S", "SETTLE_S"):
+        monkeypatch.setattr(program, pause, 1e-6)
+    log: list[str] = []
+    kept: list[list[str]] = []
+    pair = Pair(contender("rival", log, 0), contender("ours", log, 1))
+    comparison = results.Comparison(results.Side("rival"), results.Side("ours"))
+    works = [replace(MIX, name=name) for name in ("w1", "w3")]
+    with pytest.raises(RuntimeError, match="no"):
+        await program.compare(pair, comparison, works, 2, lambda: kept.append(list(comparison.rival.figures)))
+    warmed, turns = log[:2], log[2:]
+    assert warmed == ["rival warm-up", "ours warm-up"]
+    assert turns == ["rival w1", "ours w1", "rival w1", "ours w1", "rival w3"]
+    assert kept == [["w1"]]
+    assert comparison.has("w1", 2)
+    assert not comparison.has("w1", 3)
+    assert not comparison.has("w3", 1)
+    assert comparison.rival.figures["w1"] == [8 / 4, 8 / 6]
+    out = io.StringIO()
+    results.print_table(Console(file=out, width=120), works, {"rival": comparison})
+    assert "not yet" in out.getvalue()
 
 
 def test_every_rival_has_a_name() -> None:
