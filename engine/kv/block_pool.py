@@ -56,6 +56,12 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each; None and no change when there are fewer."""
+        if num_blocks == 1 and self._free:
+            # Running sequences grow by one block at a time.
+            block_id = self._free.popleft()
+            self._ref_counts[block_id] = 1
+            self._num_references += 1
+            return [block_id]
         if num_blocks > self.num_available:
             return None
         while len(self._free) < num_blocks:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.engine.errors import IntegrityError
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
-    """Names the content of one full block.
+class BlockKey(NamedTuple):
+    """Names the content of one full block. A tuple of bytes: a pool has very many of them.
 
     Args:
-        digest: SHA-256 over `parent` and `token_ids`.
-        parent: digest of the block before it, or of the isolation key.
-        token_ids: as many as a block holds.
+        digest: SHA-256 over `content`.
+        content: digest of the block before it, or of the chain's root, and then the block's token ids.
     """
 
     digest: bytes
-    parent: bytes
-    token_ids: tuple[int, ...]
+    content: bytes
 
 
 def chain_root(isolation_key: str, model: str = "") -> bytes:
@@ -38,8 +35,8 @@ def chain_root(isolation_key: str, model: str = "") -> bytes:
 
 def next_key(parent: bytes, token_ids: Sequence[int]) -> BlockKey:
     """The key of a block that follows the block with digest `parent`."""
-    packed = array("q", token_ids).tobytes()
-    return BlockKey(hashlib.sha256(parent + packed).digest(), parent, tuple(token_ids))
+    content = parent + array("q", token_ids).tobytes()
+    return BlockKey(hashlib.sha256(content).digest(), content)
 
 
 class PrefixCache:

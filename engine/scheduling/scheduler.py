@@ -126,8 +126,10 @@ class Scheduler:
             place = sequence.num_computed_tokens
             if not sequence.is_decoding:
                 reading.append(sequence)
-            elif place % block_size and plan.num_tokens_left:
-                # The usual case: the block of the token before it has room for one more.
+            elif plan.num_tokens_left and (
+                # The usual case: the block of the token before it has room for one more, or there is another.
+                place % block_size or self._kv.allocate_slots(sequence.sequence_id, place + 1) is not None
+            ):
                 plan.take_decode(sequence)
             else:
                 self._grow(sequence, plan)

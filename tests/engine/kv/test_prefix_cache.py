@@ -34,10 +34,14 @@ def test_isolation_keys_share_nothing():
 
 def test_a_hit_compares_the_ids_behind_the_hash():
     cache = PrefixCache()
-    cache.add(BlockKey(b"collision", ROOT, (1, 2)), 5)
-    assert cache.find(BlockKey(b"collision", ROOT, (1, 2))) == 5
-    assert cache.find(BlockKey(b"collision", ROOT, (32, 1))) is None
-    assert cache.find(BlockKey(b"collision", b"another parent", (1, 2))) is None
+
+    def colliding(parent: bytes, token_ids: list[int]) -> BlockKey:
+        return BlockKey(b"collision", next_key(parent, token_ids).content)
+
+    cache.add(colliding(ROOT, [1, 2]), 5)
+    assert cache.find(colliding(ROOT, [1, 2])) == 5
+    assert cache.find(colliding(ROOT, [32, 1])) is None
+    assert cache.find(colliding(chain_root("another"), [1, 2])) is None
 
 
 def test_content_that_is_known_is_not_replaced():
