@@ -30,6 +30,7 @@ class TokenStream:
         self._slot: list[OutputEvent] = []
         self._ready = asyncio.Event()
         self._listener: Callable[[TokenStream], None] | None = None
+        self._is_joining = True
 
     @property
     def is_finished(self) -> bool:
@@ -39,7 +40,12 @@ class TokenStream:
     def put(self, event: OutputEvent) -> None:
         """Add an event; a token event joins the one before it. For the engine alone."""
         last = self._slot[-1] if self._slot else None
-        if isinstance(event, TokenEvent) and isinstance(last, TokenEvent) and last.index == event.index:
+        if (
+            self._is_joining
+            and isinstance(event, TokenEvent)
+            and isinstance(last, TokenEvent)
+            and last.index == event.index
+        ):
             self._slot[-1] = last.plus(event)
         else:
             self._slot.append(event)
@@ -51,10 +57,35 @@ class TokenStream:
         if last is None and self._listener is not None:
             self._listener(self)
 
-    def take(self) -> list[OutputEvent]:
-        """Fetch, without waiting, everything since the last call."""
-        events, self._slot = self._slot, []
-        self._ready.clear()
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be taken."""
+        return not self._slot
+
+    def keep_apart(self) -> None:
+        """Join nothing from now on, for a reader that takes a number of tokens at a time."""
+        self._is_joining = False
+
+    def take(self, most_tokens: int | None = None) -> list[OutputEvent]:
+        """Fetch, without waiting, what there is since the last call.
+
+        Args:
+            most_tokens: stop once so many tokens are fetched; those of one step come together, so there may
+                be some more. Ends are no tokens. None fetches everything.
+        """
+        if most_tokens is None:
+            events, self._slot = self._slot, []
+        else:
+            num_tokens = num_events = 0
+            for event in self._slot:
+                if isinstance(event, TokenEvent):
+                    if num_tokens >= most_tokens:
+                        break
+                    num_tokens += len(event.token_ids)
+                num_events += 1
+            events, self._slot = self._slot[:num_events], self._slot[num_events:]
+        if not self._slot:
+            self._ready.clear()
         return events
 
     def set_listener(self, on_ready: Callable[[TokenStream], None]) -> None:

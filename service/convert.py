@@ -42,7 +42,7 @@ from headrace.service.options import (
     stop_violations,
 )
 from headrace.service.status import duration
-from headrace.service.unsupported import unknown_fields, unsupported_fields
+from headrace.service.unsupported import unknown_fields
 from headrace.service.violations import (
     chat_violations,
     label_violations,
@@ -111,7 +111,9 @@ def start_from_proto(
     # What is far too large is refused before anything walks through it.
     if start.chat.ByteSize() > limits.max_text_bytes:
         raise InvalidRequest(*chat_violations(start.chat, limits))
-    violations = [*unknown_fields(start), *unsupported_fields(start)]
+    violations = [*unknown_fields(start)]
+    if start.HasField("initial_credit") and not needs_label:
+        violations.append(FieldViolation("initial_credit", "is for a Session alone: leave it out"))
     violations += label_violations(start.request_id, needs_label=needs_label)
     violations += _prompt_violations(start, model, limits)
     violations += count_violations(start, limits)

@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 from headrace.service.identity import current_caller
 from headrace.service.metrics import Metrics
-from headrace.service.status import RpcFailure, failure_from, invalid, undecodable
+from headrace.service.status import failure_from, invalid, slow_reader, undecodable
 from headrace.service.telemetry import log, places_of
 from headrace.service.unsupported import unknown_fields
 
@@ -107,12 +107,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(self._slow_reader_s):
                     await context.write(response)
             except TimeoutError:
-                raise RpcFailure(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    "SLOW_READER",
-                    f"a message has not been read for {self._slow_reader_s:g} s; the stream is given up",
-                    retry_after_s=1.0,
-                ) from None
+                raise slow_reader("a message has not been read", self._slow_reader_s) from None
 
     async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
         """Await `work` and end the RPC by what it raises."""

@@ -3,8 +3,7 @@
 How a client tells events apart: an `error` event ends the request of its label, with these exceptions, told
 by the `reason` of its google.rpc.ErrorInfo and always numbered `sequence` 0. DUPLICATE_REQUEST_ID, with
 ALREADY_EXISTS, refuses a second `start` under the label of a live request, which goes on.
-UNKNOWN_REQUEST_ID (NOT_FOUND), NOT_OFFERED (UNIMPLEMENTED) and INVALID_ACTION (INVALID_ARGUMENT) answer a
-`cancel` or a `grant_credit`.
+UNKNOWN_REQUEST_ID (NOT_FOUND) and INVALID_ACTION (INVALID_ARGUMENT) answer a `cancel` or a `grant_credit`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,27 @@ from headrace.service.status import (
     duplicate_request_id,
     invalid,
     invalid_action,
-    not_offered,
+    slow_reader,
     unknown_request_id,
 )
 from headrace.service.telling import RPC_ENDED, Narrator, Teller, failed, log_end, told
 from headrace.service.unsupported import unknown_fields
-from headrace.v1.generation_pb2 import GenerationEvent, SessionRequest, StartGeneration
+from headrace.v1.generation_pb2 import GenerationEvent, GrantCredit, SessionRequest, StartGeneration
+
+_MAX_CREDIT = 2**32
 
 
 class _Live:
-    """A request of the stream that has not ended for its client."""
+    """A request of the stream that has not ended for its client.
 
-    def __init__(self, parsed: Parsed) -> None:
+    Args:
+        credit: tokens that it may be told before more are granted; None for no limit.
+    """
+
+    def __init__(self, parsed: Parsed, credit: int | None) -> None:
         self.parsed = parsed
+        self.credit = credit
+        self.giving_up: asyncio.TimerHandle | None = None
         self.teller = Teller(parsed)
         self.stream: TokenStream | None = None
         self.is_ended = False
@@ -57,11 +64,14 @@ class _Live:
     def admitted(self, admitted: Admitted) -> None:
         """The engine has queued it."""
         self.stream = admitted.stream
+        if self.credit is not None:
+            self.stream.keep_apart()
         self._unsent.append(self.teller.accepted(admitted))
 
     def failed(self, failure: RpcFailure) -> None:
-        """It ends before the engine has seen it."""
+        """It ends before the engine has seen it, or whatever the engine still has to tell of it."""
         self.is_ended = True
+        self.stream = None
         self._unsent.append(self.teller.failed(failure))
 
     def cancelled(self) -> None:
@@ -75,9 +85,24 @@ class _Live:
         events: list[OutputEvent] = [*self._unseen_ends]
         self._unseen_ends.clear()
         if self.stream is not None:
-            events += self.stream.take()
-            self.is_ended = self.stream.is_finished
+            events += self.stream.take(None if self.credit is None else max(0, self.credit))
+            self.is_ended = self.stream.is_finished and self.stream.is_empty
         return messages, events
+
+    def spend(self, num_tokens: int) -> None:
+        """So many tokens have been told."""
+        if self.credit is not None:
+            self.credit -= num_tokens
+
+    def grant(self, num_tokens: int) -> None:
+        """So many more may be told."""
+        if self.credit is not None:
+            self.credit = min(_MAX_CREDIT, self.credit + num_tokens)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something waits to be told."""
+        return self.stream is not None and not self.stream.is_empty
 
 
 def _cancelled_unseen(index: int) -> FinishEvent:
@@ -136,6 +161,8 @@ class SessionRun:
         for live in self._live.values():
             log_end(live.parsed, RPC_ENDED)
             live.parsed.served.engine.abort(live.parsed.request_id)
+            if live.giving_up is not None:
+                live.giving_up.cancel()
         tasks = [*self._tasks, *self._encodings]
         for task in tasks:
             task.cancel()
@@ -171,7 +198,8 @@ class SessionRun:
             yield source
             return
         messages, events = source.take()
-        label = source.parsed.label
+        label, progress = source.parsed.label, source.parsed.progress
+        num_told = progress.num_told_tokens
         if source.is_ended and self._live.get(label) is source:
             # Forgotten before its end is sent: whoever has read the end may use the label again.
             del self._live[label]
@@ -183,6 +211,8 @@ class SessionRun:
             yield from messages
             for event in events:
                 yield from source.teller.messages(event)
+            source.spend(progress.num_told_tokens - num_told)
+            self._await_credit(source)
         finally:
             if source.is_ended:
                 # Its end has been told of already, unless the stream broke before it was.
@@ -205,7 +235,7 @@ class SessionRun:
                 case "cancel":
                     self._cancel(message.cancel.request_id)
                 case "grant_credit":
-                    self._answer(message.grant_credit.request_id, not_offered("grant_credit").to_status())
+                    self._grant(message.grant_credit)
                 case _:
                     raise invalid(
                         *unknown,
@@ -228,7 +258,8 @@ class SessionRun:
             self._answer(label, told(error).to_status())
             return
         # The prompt's text is let go as soon as it is encoded, however long the answer takes.
-        live = self._live[label] = _Live(replace(parsed, start=replace(parsed.start, prompt=())))
+        credit = start.initial_credit if start.HasField("initial_credit") else None
+        live = self._live[label] = _Live(replace(parsed, start=replace(parsed.start, prompt=())), credit)
         encoding = asyncio.create_task(encode(parsed))
         self._encodings.add(encoding)
         num_bytes = start.ByteSize()
@@ -259,6 +290,43 @@ class SessionRun:
             if live.stream is not None:
                 live.stream.set_listener(self._teller_of(live))
 
+    def _grant(self, granted: GrantCredit) -> None:
+        label = granted.request_id
+        live = self._live.get(label)
+        if live is None:
+            if label not in self._ended_labels:
+                self._answer(label, unknown_request_id().to_status())
+        elif live.credit is None:
+            needed = "is for a request with a limit: set initial_credit in its start"
+            self._answer(label, invalid_action(FieldViolation("grant_credit", needed)).to_status())
+        elif granted.tokens == 0:
+            problem = FieldViolation("grant_credit.tokens", "must be at least 1")
+            self._answer(label, invalid_action(problem).to_status())
+        else:
+            live.grant(granted.tokens)
+            self._tell(live)
+
+    def _await_credit(self, live: _Live) -> None:
+        """What has more to tell goes on while it may; who grants nothing for long is given up."""
+        if live.giving_up is not None:
+            live.giving_up.cancel()
+            live.giving_up = None
+        if live.credit is None or not live.has_more:
+            return
+        if live.credit > 0:
+            self._tell(live)
+        else:
+            loop = asyncio.get_running_loop()
+            live.giving_up = loop.call_later(self._limits.slow_reader_s, self._give_up, live)
+
+    def _give_up(self, live: _Live) -> None:
+        if live.is_ended:
+            return
+        live.parsed.served.engine.abort(live.parsed.request_id)
+        failure = slow_reader("no credit has been granted", self._limits.slow_reader_s)
+        live.failed(failed(live.parsed, failure))
+        self._tell(live)
+
     def _cancel(self, label: str) -> None:
         live = self._live.get(label)
         if live is None:
@@ -266,6 +334,9 @@ class SessionRun:
                 self._answer(label, unknown_request_id().to_status())
         elif live.stream is not None:
             live.parsed.served.engine.abort(live.parsed.request_id)
+            # What it has made is told with its end; nobody has to grant for that.
+            live.credit = None
+            self._tell(live)
         elif not live.is_ended:
             live.cancelled()
             self._tell(live)

@@ -137,6 +137,16 @@ def answer_too_large(num_bytes: int, limit: int) -> RpcFailure:
     )
 
 
+def slow_reader(what: str, waited_s: float) -> RpcFailure:
+    """Nobody takes what is made for him."""
+    return RpcFailure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "SLOW_READER",
+        f"{what} for {waited_s:g} s; the answer is given up",
+        retry_after_s=1.0,
+    )
+
+
 def unavailable(reason: str, message: str, retry_after_s: float) -> RpcFailure:
     """Not now; somewhere else, or later."""
     return RpcFailure(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s)

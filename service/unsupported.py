@@ -1,10 +1,10 @@
-"""Fields that this build does not offer, and fields that it does not know: refused, never ignored."""
+"""Fields that this build does not know: refused, never ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -23,31 +23,6 @@ class UnknownField(Protocol):
     """A field that came over the wire without a place in our protos."""
 
     field_number: int
-
-
-class _Nothing:
-    """No value of the field means "off": its presence alone is refused."""
-
-
-_NOTHING: Final = _Nothing()
-
-# Path in StartGeneration -> the value that asks for nothing, and so is taken.
-_OFF: Final[dict[str, object]] = {
-    "initial_credit": _NOTHING,
-}
-
-
-def unsupported_fields(start: pb.StartGeneration) -> Iterator[FieldViolation]:
-    """Name each field of `start` that asks for something which this build does not offer."""
-    for path, off in _OFF.items():
-        *parents, name = path.split(".")
-        holder: Message = start
-        for parent in parents:
-            holder = cast("Message", getattr(holder, parent))
-        if not _is_present(holder, name) or getattr(holder, name) == off:
-            continue
-        remedy = "leave it out" if off is _NOTHING else f"leave it out or set it to {off!r}"
-        yield FieldViolation(path, f"is not offered by this build: {remedy}")
 
 
 def unknown_fields(message: Message) -> Iterator[FieldViolation]:
@@ -111,10 +86,3 @@ def _children(descriptor: FieldDescriptor, value: object) -> Iterator[tuple[str,
             yield f"{descriptor.name}[{position}]", child
     else:
         yield descriptor.name, cast("Message", value)
-
-
-def _is_present(holder: Message, name: str) -> bool:
-    descriptor = holder.DESCRIPTOR.fields_by_name[name]
-    if descriptor.is_repeated:
-        return len(getattr(holder, name)) > 0
-    return holder.HasField(name)

@@ -95,7 +95,6 @@ BAD_FIELDS: list[tuple[StartGeneration, str]] = [
     (make_start("a", priority=101), "priority"),
     (make_start("a", priority=-101), "priority"),
     (make_start("a", cache=CacheOptions(salt="x" * 257)), "cache.salt"),
-    (make_start("a", initial_credit=0), "initial_credit"),
     (make_start("x" * 129), "request_id"),
     (make_start("a\n"), "request_id"),
     (make_start("é"), "request_id"),

@@ -10,7 +10,6 @@ from headrace.engine import LoadedModel
 from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import (
     FINISH_REASON_CANCELLED,
-    GrantCredit,
     SessionRequest,
     StartGeneration,
     StopOptions,
@@ -265,15 +264,6 @@ async def test_only_so_many_ended_requests_are_remembered() -> None:
     assert reason_of(session.events["a"][-1].error) == "UNKNOWN_REQUEST_ID"
     assert session.events["b"][-1].HasField("finished")
     assert session.events["c"][-1].HasField("finished")
-
-
-async def test_credit_is_not_offered_and_says_so() -> None:
-    async with running_service() as service:
-        session = RawSession(service.generation)
-        await session.call.write(SessionRequest(grant_credit=GrantCredit(request_id="a", tokens=1)))
-        assert await session.half_close() is grpc.StatusCode.OK
-    (event,) = session.events["a"]
-    assert event.error.code == code_pb2.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("label", ["", "x" * 129, "line\nbreak", "naïve", "\x1b[31m"])

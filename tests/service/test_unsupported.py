@@ -3,28 +3,11 @@ from __future__ import annotations
 from google.protobuf.struct_pb2 import Value
 
 from headrace.service.limits import MAX_DETAILED_VIOLATIONS
-from headrace.service.unsupported import unknown_fields, unsupported_fields
+from headrace.service.unsupported import unknown_fields
 from headrace.v1.generation_pb2 import ChatMessage, ChatPrompt, GenerateRequest, StartGeneration
 from headrace.v1.model_pb2 import ApplyChatTemplateRequest
 
 UNKNOWN_99 = b"\x98\x06\x01"
-
-
-def test_an_empty_request_asks_for_nothing_special() -> None:
-    assert list(unsupported_fields(StartGeneration())) == []
-
-
-def test_the_refusal_says_which_value_would_be_right() -> None:
-    (violation,) = unsupported_fields(StartGeneration(initial_credit=4))
-    assert violation.field == "initial_credit"
-    assert "leave it out" in violation.description
-
-
-def test_looking_does_not_change_the_request() -> None:
-    start = StartGeneration()
-    list(unsupported_fields(start))
-    assert start == StartGeneration()
-    assert not start.HasField("speculation")
 
 
 def test_unknown_fields_are_found_at_any_depth() -> None:
