@@ -56,10 +56,10 @@ def test_half_of_a_setting_is_refused(argv: tuple[str, ...], problem: str) -> No
 
 def test_a_callers_certificate_gives_no_right_at_the_operators_port() -> None:
     config = load(*TLS, "--tls-client-ca", "callers")
-    assert config.caller_rules().certificate_roles == {Role.GENERATE}
+    assert config.caller_rules().certificate_roles == frozenset({Role.GENERATE})
     assert config.control_rules().certificate_roles == frozenset()
     config = load(*TLS, "--tls-client-ca", "callers", "--control-tls-client-ca", "operators")
-    assert config.control_rules().certificate_roles == {Role.CONTROL}
+    assert config.control_rules().certificate_roles == frozenset({Role.CONTROL})
     tls = config.control_tls()
     assert tls is not None
     assert str(tls.client_ca) == "operators"

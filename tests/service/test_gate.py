@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypedDict
 
 import grpc
 import pytest
 import structlog
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -39,6 +39,8 @@ from tests.support.service import (
 TOKEN = "hr_the-right-token"
 OPERATOR = "hr_the-operators-token"
 Metadata = tuple[tuple[str, str], ...]
+# Stubs of three libraries, each annotated in its own way or not at all.
+Call = Callable[[Any, Metadata], Awaitable[object]]
 
 
 def bearer(token: str) -> Metadata:
@@ -56,7 +58,14 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def entrances(tokens: Path, *, health_is_open: bool = True) -> dict[str, Entrance]:
+class Entrances(TypedDict):
+    """Both ports of a service."""
+
+    entrance: Entrance
+    control_entrance: Entrance
+
+
+def entrances(tokens: Path, *, health_is_open: bool = True) -> Entrances:
     return {
         "entrance": Entrance.guarded(AuthRules(Role.GENERATE, tokens, health_is_open=health_is_open), None),
         "control_entrance": Entrance.guarded(
@@ -65,12 +74,20 @@ def entrances(tokens: Path, *, health_is_open: bool = True) -> dict[str, Entranc
     }
 
 
-async def _first(call: grpc.aio.UnaryStreamCall[Message, Message]) -> object:
+def _health_stub(channel: Any) -> Any:
+    return health_pb2_grpc.HealthStub(channel)
+
+
+def _reflection_stub(channel: Any) -> Any:
+    return reflection_pb2_grpc.ServerReflectionStub(channel)
+
+
+async def _first(call: Any) -> object:
     return await call.read()
 
 
 # Every method of a port by its name: one call of it, with some metadata.
-CALLS: dict[str, Callable[[grpc.aio.Channel, Metadata], Awaitable[object]]] = {
+CALLS: dict[str, Call] = {
     "GenerateOnce": lambda channel, sent: GenerationServiceStub(channel).GenerateOnce(
         GenerateOnceRequest(start=make_start()), metadata=sent
     ),
@@ -82,7 +99,7 @@ CALLS: dict[str, Callable[[grpc.aio.Channel, Metadata], Awaitable[object]]] = {
     ),
     "GetModel": lambda channel, sent: ModelServiceStub(channel).GetModel(GetModelRequest(), metadata=sent),
     "reflection": lambda channel, sent: _first(
-        reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        _reflection_stub(channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="*")]), metadata=sent
         )
     ),
@@ -90,15 +107,15 @@ CALLS: dict[str, Callable[[grpc.aio.Channel, Metadata], Awaitable[object]]] = {
         b"", metadata=sent
     ),
 }
-HEALTH: dict[str, Callable[[grpc.aio.Channel, Metadata], Awaitable[object]]] = {
-    "Check": lambda channel, sent: health_pb2_grpc.HealthStub(channel).Check(
+HEALTH: dict[str, Call] = {
+    "Check": lambda channel, sent: _health_stub(channel).Check(
         health_pb2.HealthCheckRequest(), metadata=sent
     ),
     "Watch": lambda channel, sent: _first(
-        health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), metadata=sent)
+        _health_stub(channel).Watch(health_pb2.HealthCheckRequest(), metadata=sent)
     ),
 }
-CONTROL_CALLS: dict[str, Callable[[grpc.aio.Channel, Metadata], Awaitable[object]]] = {
+CONTROL_CALLS: dict[str, Call] = {
     "GetLoad": lambda channel, sent: ControlServiceStub(channel).GetLoad(GetLoadRequest(), metadata=sent),
     "Drain": lambda channel, sent: ControlServiceStub(channel).Drain(DrainRequest(), metadata=sent),
     "WatchSteps": lambda channel, sent: _first(

@@ -96,8 +96,8 @@ def subject_shown_at(address: str, authority: Authority) -> str:
     ):
         peer = secured.getpeercert()
         assert peer is not None
-        ((name,),) = (rdn for rdn in peer["subject"])
-        return str(name[1])
+        names: list[object] = [value for rdn in peer["subject"] for _, value in rdn]  # type: ignore[str-unpack]
+        return str(names[0])
 
 
 async def test_a_renewed_certificate_is_shown_to_new_connections_while_old_streams_go_on(
