@@ -186,3 +186,27 @@ def test_stop_strings_do_not_count_before_enough_tokens_are_made():
                 assert isinstance(event, FinishEvent)
                 assert event.matched_stop == "ab"
     assert text == "ab"
+
+
+@pytest.mark.parametrize("start", range(8))
+def test_a_stop_string_is_found_wherever_a_preemption_falls(start):
+    h = Harness(num_blocks=6, block_size=2, max_model_len=40)
+    older, prompt = make_request(prompt_len=2, max_tokens=10), (5, 6)
+    output = bytes(expected_output(prompt, 10)).decode()
+    stop = output[start : start + 3]
+    request = make_request(prompt=prompt, max_tokens=10, stop_strings=(stop,))
+    h.core.add(older)
+    h.core.add(request)
+    text, end = "", None
+    while h.core.has_work:
+        for request_id, event in h.step()[0]:
+            if request_id != request.request_id:
+                continue
+            if isinstance(event, TokenEvent):
+                text += event.text
+            else:
+                end = event
+    assert text == output[: output.index(stop)]
+    assert (end.reason, end.matched_stop) == (FinishReason.STOP, stop)
+    # The pool has room for both until this one has made five tokens.
+    assert end.num_preemptions == (start > 2), f"{end.num_preemptions} preemptions"
