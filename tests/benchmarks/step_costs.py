@@ -4,8 +4,8 @@
     .venv/bin/python -m tests.benchmarks.step_costs --json steps.json
 
 Errors are (predicted - measured) / measured of whole cycles, from the beginning of a step to that of the next
-one. The first line is the machine's own restlessness, which no model can foretell: how far a decode step is from
-the one before it with as many rows.
+one. The first line is the machine's own restlessness, which no model can foretell: how far a decode step is
+from the one before it with as many rows.
 """
 
 from __future__ import annotations
