@@ -156,6 +156,8 @@ class Speculation(StrEnum):
 class DraftSampling(StrEnum):
     """How drafts of a draft model are judged for a request that is not greedy."""
 
+    AUTO = "auto"
+    """Coupled for requests that bring a seed, for they want to be answered alike again; else rejection."""
     COUPLED = "coupled"
     """The target draws each token as it would without drafts, and a draft is kept where it is that token; the
     draft model draws by the same random numbers. A seed gives the same text with and without speculation."""
@@ -180,7 +182,7 @@ class SpeculationConfig:
     draft_model: Path | None = None
     num_speculative_tokens: int | None = None
     max_speculative_tokens: int = 8
-    draft_sampling: DraftSampling = DraftSampling.COUPLED
+    draft_sampling: DraftSampling = DraftSampling.AUTO
 
     def __post_init__(self) -> None:
         _require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)

@@ -78,10 +78,12 @@ class SpeculationParams:
     Args:
         is_enabled: None leaves it to the server.
         num_tokens: how many tokens are proposed per step, none with 0; None leaves it to the server.
+        has_own_seed: whether the request brings a seed, so that it wants to be answered alike again.
     """
 
     is_enabled: bool | None = None
     num_tokens: int | None = None
+    has_own_seed: bool = False
 
     @property
     def is_refused(self) -> bool:

@@ -150,7 +150,7 @@ def start_from_proto(
         time_limit_s=seconds(start.time_limit) if start.HasField("time_limit") else None,
         cache_salt=start.cache.salt,
         uses_prefix_cache=not start.cache.bypass,
-        speculation=speculation_from_proto(start.speculation),
+        speculation=speculation_from_proto(start.speculation, has_own_seed=start.sampling.HasField("seed")),
     )
 
 

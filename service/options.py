@@ -116,11 +116,16 @@ def num_made(start: pb.StartGeneration) -> int:
     return start.sampling.best_of if start.sampling.HasField("best_of") else num_sequences(start)
 
 
-def speculation_from_proto(options: pb.SpeculationOptions) -> SpeculationParams:
-    """Whether tokens are proposed, and how many. What of it the server has is the engine's to say."""
+def speculation_from_proto(options: pb.SpeculationOptions, *, has_own_seed: bool) -> SpeculationParams:
+    """Whether tokens are proposed, and how many. What of it the server has is the engine's to say.
+
+    Args:
+        has_own_seed: whether the request brings a seed.
+    """
     return SpeculationParams(
         is_enabled=options.enabled if options.HasField("enabled") else None,
         num_tokens=options.num_speculative_tokens if options.HasField("num_speculative_tokens") else None,
+        has_own_seed=has_own_seed,
     )
 
 

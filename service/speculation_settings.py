@@ -38,11 +38,11 @@ class SpeculationSettings(BaseSettings):
         description="most that may be proposed per step, by the server or by a request that asks for a "
         "number; unset: 8, or --num-speculative-tokens if that is more",
     )
-    draft_sampling: Literal["coupled", "rejection"] = Field(
-        "coupled",
+    draft_sampling: Literal["auto", "coupled", "rejection"] = Field(
+        "auto",
         description="how a draft model's tokens are judged where tokens are drawn, not greedy. coupled: a "
         "seed gives the same answer with and without speculation; rejection: more are kept, and the "
-        "distribution alone is the same",
+        "distribution alone is the same; auto: coupled for requests that bring a seed, else rejection",
     )
 
     def speculation_config(self, draft_path: Path | None = None) -> SpeculationConfig:

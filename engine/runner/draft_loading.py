@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.engine.config import CacheLayout, DraftSampling, EngineConfig, ModelInfo
+from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.kv.storage import KVShape
 from headrace.engine.models.decoder import Decoder
@@ -37,7 +37,6 @@ class LoadedDraft:
     placement: Placement
     num_common_ids: int
     target_size: int
-    draft_sampling: DraftSampling
 
     @property
     def kv_shape(self) -> KVShape:
@@ -52,7 +51,6 @@ class LoadedDraft:
             block_size=layout.block_size,
             vocab_size=self.target_size,
             num_common_ids=self.num_common_ids,
-            draft_sampling=self.draft_sampling,
         )
 
 
@@ -89,7 +87,7 @@ def load_draft(
         target.vocab_size,
         info.max_model_len,
     )
-    return LoadedDraft(decoder, info, placement, common, target.vocab_size, config.speculation.draft_sampling)
+    return LoadedDraft(decoder, info, placement, common, target.vocab_size)
 
 
 def _check_vocabulary(path: Path, target: ModelInfo, tokenizer: Tokenizer) -> int:

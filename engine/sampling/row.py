@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.engine.sampling.draws import Purpose
 from headrace.engine.sampling.params import SamplingParams
 
 
@@ -19,6 +20,7 @@ class SampledRow:
         suppressed_token_ids: not to be chosen this time, whatever `params` says.
         allowed_bits: when given, only ids whose bit is set may be chosen: bit i % 8, from the lowest, of byte
             i // 8. No bytes at all forbid every token.
+        purpose: what its number is for.
     """
 
     params: SamplingParams
@@ -28,6 +30,7 @@ class SampledRow:
     known_token_ids: tuple[int, ...] = ()
     suppressed_token_ids: frozenset[int] = frozenset()
     allowed_bits: bytes | None = None
+    purpose: Purpose = Purpose.SAMPLE
 
     @property
     def is_adjusted(self) -> bool:

@@ -93,26 +93,27 @@ def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
     return choose(distributions(logits, rows), rows)
 
 
-def choose(
-    given: Distributions, rows: Sequence[SampledRow], purpose: Purpose = Purpose.SAMPLE
-) -> SampledTokens:
+def choose(given: Distributions, rows: Sequence[SampledRow]) -> SampledTokens:
     """Choose one token per row, each by its own uniform number.
 
     Args:
         rows: those that the distributions were made for.
-        purpose: what the numbers are for.
     """
     token_ids = given.likeliest
     if given.weights is not None:
-        numbers = uniforms([rows[i] for i in given.drawn], purpose)
+        numbers = uniforms([rows[i] for i in given.drawn])
         token_ids = token_ids.clone()
         token_ids[torch.tensor(given.drawn, device=token_ids.device)] = draw(given.weights, numbers)
     return SampledTokens(token_ids, given.is_healthy, given.has_choice)
 
 
-def uniforms(rows: Sequence[SampledRow], purpose: Purpose) -> list[float]:
-    """Each row's own number in [0, 1)."""
-    return [uniform(row.params.seed, row.index, row.position, purpose) for row in rows]
+def uniforms(rows: Sequence[SampledRow], purpose: Purpose | None = None) -> list[float]:
+    """Each row's own number in [0, 1).
+
+    Args:
+        purpose: what the numbers are for; None leaves it to each row.
+    """
+    return [uniform(row.params.seed, row.index, row.position, purpose or row.purpose) for row in rows]
 
 
 def draw(weights: Tensor, numbers: Sequence[float]) -> Tensor:

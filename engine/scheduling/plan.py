@@ -19,11 +19,14 @@ class DraftWork:
         first_position: position of the first token below: the draft model's KV is valid before it.
         token_ids: known tokens that it still has to compute; with drafts to be made, up to the newest one.
         num_drafts: how many tokens it then proposes; 0 lets it catch up only.
+        is_coupled: whether they are drawn by the numbers that the target draws by, and kept where they are
+            equal; if not, they are judged by rejection sampling. Makes no difference to greedy rows.
     """
 
     first_position: int
     token_ids: tuple[int, ...]
     num_drafts: int = 0
+    is_coupled: bool = True
 
     @property
     def end_position(self) -> int:

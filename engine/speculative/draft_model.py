@@ -18,7 +18,6 @@ from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.batch import build_batch
-from headrace.engine.config import DraftSampling
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.sampling.constraint import RowConstraint
 from headrace.engine.sampling.draws import Purpose
@@ -67,7 +66,13 @@ class _Drafting:
             row.known_token_ids + tuple(self.token_ids) if row.known_token_ids else (),
             row.suppressed_token_ids if is_early else frozenset(),
             None if mask is None else mask.bits,
+            Purpose.SAMPLE if self.is_coupled else Purpose.DRAFT,
         )
+
+    @property
+    def is_coupled(self) -> bool:
+        """See `DraftWork`."""
+        return self.row.draft is None or self.row.draft.is_coupled
 
 
 class DraftModel:
@@ -79,7 +84,6 @@ class DraftModel:
         block_size: tokens per block.
         vocab_size: V.
         num_common_ids: so many ids, from 0 on, mean the same token to both models; no other is proposed.
-        draft_sampling: by which numbers drafts of rows that are not greedy are drawn.
     """
 
     def __init__(
@@ -90,14 +94,12 @@ class DraftModel:
         block_size: int,
         vocab_size: int,
         num_common_ids: int,
-        draft_sampling: DraftSampling,
     ) -> None:
         self._model = model
         self._attention = attention
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._num_common_ids = num_common_ids
-        self._draft_sampling = draft_sampling
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Proposals:
@@ -131,8 +133,7 @@ class DraftModel:
         logits = self._widened(self._model.logits(hidden))
         sampled_rows = [each.sampled_row() for each in drafting]
         given = distributions(logits, sampled_rows)
-        is_coupled = self._draft_sampling is DraftSampling.COUPLED
-        chosen = choose(given, sampled_rows, Purpose.SAMPLE if is_coupled else Purpose.DRAFT)
+        chosen = choose(given, sampled_rows)
         is_usable = (chosen.is_healthy & chosen.has_choice).tolist()
         place_of = {row: i for i, row in enumerate(given.drawn)}
         going_on = []
@@ -141,7 +142,7 @@ class DraftModel:
             if not is_usable[i]:
                 continue
             each.token_ids.append(token_id)
-            if given.weights is not None and i in place_of and not is_coupled:
+            if given.weights is not None and i in place_of and not each.is_coupled:
                 each.weights.append(given.weights[place_of[i]])
             if len(each.token_ids) < each.num_wanted:
                 going_on.append(each)

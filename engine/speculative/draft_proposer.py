@@ -9,6 +9,7 @@ more where all drafts were kept, for nobody has computed the last of them.
 
 from __future__ import annotations
 
+from headrace.engine.config import DraftSampling
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence
 from headrace.engine.sequence import Sequence, SequenceId
@@ -46,14 +47,16 @@ class DraftModelProposer:
         kv: knows whose blocks are whose.
         max_len: longest sequence of the draft model, tokens.
         most: most drafts of one row.
+        draft_sampling: how drafts are judged where tokens are drawn.
     """
 
     learns_by_judging = True
 
-    def __init__(self, kv: KVCacheManager, max_len: int, most: int) -> None:
+    def __init__(self, kv: KVCacheManager, max_len: int, most: int, draft_sampling: DraftSampling) -> None:
         self._kv = kv
         self._max_len = max_len
         self._most = most
+        self._draft_sampling = draft_sampling
         self._states: dict[SequenceId, _State] = {}
         self._shared = KeptRate(_SLOW_FORGET)
         self._seconds_per_draft = 0.0
@@ -87,7 +90,11 @@ class DraftModelProposer:
         work = self._work(sequence, state.num_computed + MAX_CATCH_UP if is_late else end)
         if work is None:
             return NO_DRAFTS
-        return Drafts(work=work if is_late else DraftWork(work.first_position, work.token_ids, num_tokens))
+        if is_late:
+            return Drafts(work=work)
+        return Drafts(
+            work=DraftWork(work.first_position, work.token_ids, num_tokens, self._is_coupled(sequence))
+        )
 
     def catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
         """See `Proposer.catch_up`."""
@@ -119,6 +126,11 @@ class DraftModelProposer:
     def forget(self, sequence: Sequence) -> None:
         """See `Proposer.forget`."""
         self._states.pop(sequence.sequence_id, None)
+
+    def _is_coupled(self, sequence: Sequence) -> bool:
+        if self._draft_sampling is DraftSampling.AUTO:
+            return sequence.request.speculation.has_own_seed
+        return self._draft_sampling is DraftSampling.COUPLED
 
     def _state(self, sequence: Sequence) -> _State:
         state = self._states.get(sequence.sequence_id)

@@ -197,4 +197,4 @@ def make_proposer(
                 raise ConfigError(
                     "speculation=draft_model, but the model that was loaded brings no draft model"
                 )
-            return DraftModelProposer(kv, draft_max_len, config.max_speculative_tokens)
+            return DraftModelProposer(kv, draft_max_len, config.max_speculative_tokens, config.draft_sampling)

@@ -70,7 +70,11 @@ def load(folders: dict[str, Path]) -> Callable[..., tuple[LoadedModel, EngineCon
             cache=CacheConfig(block_size=4, num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
             num_threads=torch.get_num_threads(),
-            speculation=SpeculationConfig(kind, None if draft is None else folders[draft]),
+            speculation=SpeculationConfig(
+                kind,
+                None if draft is None else folders[draft],
+                draft_sampling=DraftSampling.COUPLED,
+            ),
         )
         return load_model(config), config
 

@@ -57,7 +57,7 @@ def speculate(target: Tensor, draft: Tensor, rows: list[SampledRow]) -> tuple[Te
     theirs = distributions(draft.expand(len(rows), -1).contiguous(), rows)
     assert ours.weights is not None
     assert theirs.weights is not None
-    drafts = choose(theirs, rows, Purpose.DRAFT).token_ids
+    drafts = choose(theirs, [replace(row, purpose=Purpose.DRAFT) for row in rows]).token_ids
     judged = judge(ours.weights, theirs.weights, drafts, rows)
     return drafts, judged, normalised(ours.weights), normalised(theirs.weights)
 
