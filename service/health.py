@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio as health_aio
-
 from headrace.engine import AsyncEngine
+from headrace.service.health_servicer import HealthServicer
 from headrace.service.telemetry import log
 
 LIVENESS = "liveness"
@@ -22,13 +20,13 @@ class Health:
     """The health of the process, and the servicer that tells it. Make it with `Health.start`."""
 
     def __init__(self) -> None:
-        self.servicer = health_aio.HealthServicer()
+        self.servicer = HealthServicer()
         self._is_ready = False
         self._is_leaving = False
 
     @classmethod
     async def start(cls) -> Health:
-        """Alive, not ready. The library's servicer begins as SERVING, so this comes before any port opens."""
+        """Alive, not ready. This comes before any port opens."""
         health = cls()
         await health._tell(READINESS, is_serving=False)
         await health._tell((LIVENESS,), is_serving=True)
@@ -74,6 +72,4 @@ class Health:
                     await self._tell(READINESS, is_serving=True)
 
     async def _tell(self, services: tuple[str, ...], *, is_serving: bool) -> None:
-        response = health_pb2.HealthCheckResponse
-        for service in services:
-            await self.servicer.set(service, response.SERVING if is_serving else response.NOT_SERVING)
+        self.servicer.set(services, "SERVING" if is_serving else "NOT_SERVING")

@@ -1,0 +1,81 @@
+"""Health as watchers see it, the hostile ones included."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.service.health_servicer import HealthServicer
+from tests.support.service import until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def watch_without_a_window() -> bytes:
+    """A watcher whose flow control lets no byte of an answer through."""
+    no_window = frame(4, 0, 0, b"\x00\x04" + bytes(4))
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/grpc.health.v1.Health/Watch",
+        ":authority": "x",
+    }
+    fields |= {"content-type": "application/grpc", "te": "trailers"}
+    block = b"".join(
+        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
+    return PREFACE + no_window + frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5))
+
+
+class CountedServicer(HealthServicer):
+    """Counts who has begun to watch."""
+
+    num_watchers = 0
+
+    async def Watch(self, request, context):
+        self.num_watchers += 1
+        async for response in super().Watch(request, context):
+            yield response
+
+
+async def test_a_watcher_who_takes_nothing_holds_up_nobody() -> None:
+    servicer, server = CountedServicer(), grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    servicer.set(("", "liveness"), "SERVING")
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    _, deaf = await asyncio.open_connection("127.0.0.1", port)
+    deaf.write(watch_without_a_window())
+    await until(lambda: servicer.num_watchers == 1)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: health_pb2_grpc.HealthStub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+        assert (await watch.read()).status == SERVING
+        for status in (NOT_SERVING, SERVING, NOT_SERVING):
+            servicer.set([""], health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+            assert (await watch.read()).status == status
+            checked = await stub.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+            assert checked.status == status
+        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="later"))  # type: ignore[attr-defined]
+        assert (await unknown.read()).status == UNKNOWN
+        servicer.set(["later"], "SERVING")
+        assert (await unknown.read()).status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))  # type: ignore[attr-defined]
+        assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
+        watch.cancel()
+        unknown.cancel()
+    deaf.close()
+    await server.stop(None)
