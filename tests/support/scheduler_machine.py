@@ -36,52 +36,27 @@ from headrace.engine.config import (
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.fairness import OUTPUT_COST, PROMPT_COST
-from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence, StepPlan
+from headrace.engine.scheduling.plan import RowResult, StepPlan
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence, SequenceId, SequenceStatus
-from headrace.engine.speculative.proposer import Drafts
 from headrace.engine.speculative.speculator import Speculator
-from tests.support.fake_runner import FakeRunner, expected_output, half_right_draft
+from tests.support.fake_runner import FakeRunner, expected_output
 from tests.support.requests import make_request
+from tests.support.scheduler_checks import (
+    MAX_DRAFTS,
+    Before,
+    GuessingProposer,
+    check_admissions,
+    check_preemptions,
+    check_sequence,
+)
 from tests.support.shadow_kv import SharedShadowKV
 
 MAX_LEN = 40
-MAX_DRAFTS = 4
 AGEING_S = 4.0
 WEIGHTS = {"heavy": 2.0}
 num_rules = count()
 """How many rules have been run, over all machines of this process."""
-
-
-class GuessingProposer:
-    """Proposes what `half_right_draft` says, so that every number of kept drafts occurs."""
-
-    learns_by_judging = False
-    seconds_per_draft = 0.0
-
-    def note_time(self, seconds: float, num_drafts: int) -> None:
-        raise AssertionError("nobody took any time to propose")
-
-    def offer(self, sequence: Sequence, most: int) -> tuple[float, ...]:
-        return (0.5,) * min(most, MAX_DRAFTS)
-
-    def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
-        drafts: list[int] = []
-        for _ in range(num_tokens):
-            drafts.append(half_right_draft([*sequence.token_ids, *drafts], sequence.request.sampling.seed))
-        return Drafts(tuple(drafts))
-
-    def catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
-        return None
-
-    def observe(self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult) -> None:
-        assert outcome.num_draft_tokens == row.num_draft_tokens
-
-    def begin(self, sequence: Sequence) -> None:
-        assert sequence.status is not SequenceStatus.FINISHED
-
-    def forget(self, sequence: Sequence) -> None:
-        assert sequence.status is not SequenceStatus.FINISHED
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -250,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # A step
 
     def run_step(self, failing, *, has_written=True):
-        before = Before(self)
+        before = Before(self.scheduler, self.clients(), self.now_s)
         self.has_lost_a_member &= bool(before.running)
         plan, num_preempted = self.scheduler.schedule(self.num_steps, self.now_s)
         self.num_steps += 1
@@ -331,46 +306,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Every running sequence is in the plan unless the budget ran out.
         for sequence in self.scheduler.running:
             assert sequence.sequence_id in planned or plan.num_tokens == limits.max_num_batched_tokens
-        self.check_preemptions(num_preempted, planned, before)
-        self.check_admissions(num_preempted, before)
-
-    def check_preemptions(self, num_preempted: int, planned: set[SequenceId], before: Before) -> None:
-        """Blocks go to better ranks only; the best of all goes on in every step."""
-        preempted = [s for s in before.running if s.status is SequenceStatus.WAITING]
-        kept = [s for s in before.running if s.status is SequenceStatus.RUNNING]
-        assert len(preempted) == num_preempted
-        for victim in preempted:
-            assert all(other.rank < victim.rank for other in kept)
-            assert victim.num_computed_tokens == 0
-            assert self.kv.block_ids(victim.sequence_id) == ()
-        if before.running:
-            best = min(before.running, key=lambda s: s.rank)
-            assert best.sequence_id in planned, "the best of all stands still"
-
-    def check_admissions(self, num_preempted: int, before: Before) -> None:
-        """Whoever was passed was passed for its size, and no oftener than is allowed."""
-        admitted = [s for s in self.scheduler.running if s.sequence_id in before.classes]
-        assert not admitted or not num_preempted, "took blocks that somebody had just been made to give up"
-        if self.config.batching is BatchingPolicy.STATIC and before.running and admitted:
-            assert not self.has_lost_a_member
-        for waiting in self.scheduler.waiting:
-            assert waiting.num_skips <= self.config.max_num_skips
-            if waiting.sequence_id not in before.classes or waiting.is_waiting_for_leader:
-                continue
-            mine = before.classes[waiting.sequence_id]
-            for other in admitted:
-                theirs = before.classes[other.sequence_id]
-                is_mine = other.request.client == waiting.request.client
-                goes_behind = theirs < mine or (
-                    theirs == mine and is_mine and other.sequence_id > waiting.sequence_id
-                )
-                was_passed = waiting.num_skips > before.skips[waiting.sequence_id]
-                assert not goes_behind or was_passed or waiting.sequence_id in before.led
+        check_preemptions(self.kv, num_preempted, planned, before)
+        check_admissions(
+            self.scheduler, limits, num_preempted, before, is_batch_closed=self.has_lost_a_member
+        )
 
     def check_charges(self, before: Before, made: dict[str, int]) -> None:
         """Each client is charged for what was computed and made for it, to the token."""
         for client, counter in before.counters.items():
-            begun = [s for s in before.fresh if s.request.client == client and s.status is not WAITING]
+            begun = [
+                s
+                for s in before.fresh
+                if s.request.client == client and s.status is not SequenceStatus.WAITING
+            ]
             num_prompt = sum(s.num_prompt_tokens - s.num_cached_tokens for s in begun)
             cost = PROMPT_COST * num_prompt + OUTPUT_COST * made[client]
             charged = self.scheduler.ledger.counter(client) - counter
@@ -398,21 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ranks = [s.rank for s in running]
         assert ranks == sorted(ranks)
         for sequence in self.sequences.values():
-            self.check_sequence(sequence)
-
-    def check_sequence(self, sequence: Sequence) -> None:
-        table = self.kv.block_ids(sequence.sequence_id)
-        assert self.num_ends[sequence.sequence_id] == sequence.is_finished
-        assert 0 <= sequence.num_computed_tokens <= len(sequence.token_ids) <= sequence.max_len
-        if sequence.status is SequenceStatus.RUNNING:
-            known = len(sequence.token_ids)
-            least = max(1, self.layout.num_blocks_for(sequence.num_computed_tokens))
-            assert least <= len(table) <= self.layout.num_blocks_for(known + MAX_DRAFTS)
-        else:
-            assert table == ()
-            assert sequence.batch_slot is None
-        assert sequence.num_cached_tokens < sequence.num_prompt_tokens
-        assert sequence.num_cached_tokens % self.layout.block_size == 0
+            check_sequence(self.kv, sequence, self.num_ends[sequence.sequence_id])
 
     def teardown(self):
         if not self.is_started:
@@ -427,22 +361,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.books_add_up()
         assert self.kv.counts.live == 0
         assert self.scheduler.waiting.num_tokens == 0
-
-
-WAITING = SequenceStatus.WAITING
-
-
-class Before:
-    """How things stood before a step was planned."""
-
-    def __init__(self, machine: SchedulerMachine) -> None:
-        waiting = machine.scheduler.waiting
-        self.running = list(machine.scheduler.running)
-        self.classes = {s.sequence_id: waiting.class_of(s, machine.now_s) for s in waiting}
-        self.skips = {s.sequence_id: s.num_skips for s in waiting}
-        self.led = {s.sequence_id for s in waiting if s.is_waiting_for_leader}
-        self.fresh = [s for s in waiting if s.first_scheduled_s is None]
-        self.counters = {client: machine.scheduler.ledger.counter(client) for client in machine.clients()}
 
 
 def run(num_steps: int, first_seed: int = 0) -> Iterator[tuple[int, int]]:
