@@ -114,8 +114,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def live(self) -> list[Sequence]:
         return [s for s in self.sequences.values() if not s.is_finished]
 
-    # Rules
-
     @rule(
         prompt_len=st.integers(1, 12),
         max_tokens=st.integers(1, 12),
