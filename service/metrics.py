@@ -14,7 +14,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headrace.engine import AsyncEngine, FinishEvent, Load, StepStats
+from headrace.engine import AsyncEngine, FinishEvent, LatencyStatus, Load, StepStats
 from headrace.service.identity import Caller
 
 _PREFIX = "headrace"
@@ -40,14 +40,6 @@ class Snapshot:
     lag_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _LastToken:
-    """When a sequence last got a token; while its prompt is computed: when a piece of that was."""
-
-    at_s: float
-    is_decoding: bool = False
-
-
 class Metrics:
     """All metrics of one server, in a registry of their own. Belongs to the event loop's thread.
 
@@ -60,7 +52,7 @@ class Metrics:
         self._names_clients = names_clients
         self._model = ""
         # Of each live request, by the index of the sequence; the eldest are dropped should they be too many.
-        self._followed: OrderedDict[str, dict[int, _LastToken]] = OrderedDict()
+        self._followed: OrderedDict[str, dict[int, float]] = OrderedDict()
         client = ("client",) if names_clients else ()
         self._prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of admitted requests.", ("model", *client)
@@ -190,21 +182,19 @@ class Metrics:
         gaps, followed = self._gap.labels(self._model), self._followed
         for row in stats.rows:
             num_tokens += row.num_prefill_tokens + row.num_decode_tokens
+            if not row.num_output_tokens:
+                continue
             sequences = followed.get(row.request_id)
             if sequences is None:
                 sequences = followed[row.request_id] = {}
-            last = sequences.get(row.index)
-            if last is None:
-                last = sequences[row.index] = _LastToken(now_s)
-            elif row.num_decode_tokens:
-                gaps.observe(now_s - last.at_s)
-            if row.num_decode_tokens:
-                last.is_decoding = True
-            # What is computed again after a preemption is no new token: the gap goes on.
-            if row.num_decode_tokens or not last.is_decoding:
-                last.at_s = now_s
+            before_s = sequences.get(row.index)
+            if before_s is not None:
+                gaps.observe(now_s - before_s)
+            sequences[row.index] = now_s
             if row.is_finished:
                 del sequences[row.index]
+                if not sequences:
+                    del followed[row.request_id]
         while len(followed) > _MAX_FOLLOWED:
             followed.popitem(last=False)
         self._iteration_tokens.labels(self._model).observe(num_tokens)
@@ -277,7 +267,28 @@ class LoadCollector:
             },
             ("model", "state"),
         )
+        drafts = totals.speculation
         for name, text, number in (
+            (
+                "spec_decode_num_drafts",
+                "How often a sequence had proposed tokens in a step.",
+                drafts.num_drafted_draws,
+            ),
+            (
+                "spec_decode_num_draft_tokens",
+                "Tokens that were proposed and judged; what was proposed behind an end was not.",
+                drafts.num_draft_tokens,
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Those of them that stand in an answer: never more than were proposed.",
+                drafts.num_accepted_tokens,
+            ),
+            (
+                "latency_steps_over",
+                "Steps that took longer than the latency targets left them.",
+                load.latency.num_steps_over,
+            ),
             (
                 "num_preemptions",
                 "Sequences that lost their KV to others and are computed again.",
@@ -288,6 +299,33 @@ class LoadCollector:
             family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=("model",))
             family.add_metric(model, number)
             yield family
+        yield from _latencies(now.model, load.latency)
+
+
+def _latencies(model: str, status: LatencyStatus) -> Iterator[Metric]:
+    """What is promised and how it is kept, by priority class and kind of time."""
+    labels = ("model", "priority", "kind")
+    target = GaugeMetricFamily(f"{_PREFIX}_latency_target_seconds", "What is promised.", labels=labels)
+    attained = GaugeMetricFamily(
+        f"{_PREFIX}_latency_attained_seconds", "What 95 in 100 of the last sequences kept to.", labels=labels
+    )
+    misses = CounterMetricFamily(
+        f"{_PREFIX}_latency_misses", "Sequences that ended and had missed the target.", labels=labels
+    )
+    for each in status.classes:
+        priority = "others" if each.priority is None else str(each.priority)
+        for kind, target_s, kept_s, num_missed in (
+            ("time_per_output_token", each.tpot_s, each.attained_tpot_p95_s, each.num_over_tpot),
+            ("time_to_first_token", each.ttft_s, each.attained_ttft_p95_s, each.num_over_ttft),
+        ):
+            if target_s is None:
+                continue
+            key = (model, priority, kind)
+            target.add_metric(key, target_s)
+            misses.add_metric(key, num_missed)
+            if kept_s is not None:
+                attained.add_metric(key, kept_s)
+    yield from (target, attained, misses)
 
 
 def _gauge(

@@ -171,7 +171,7 @@ async def test_labels_do_not_grow_with_what_callers_send() -> None:
 
 
 def step(*rows: tuple[str, int, int, bool]) -> StepStats:
-    """A step of rows: request, prompt tokens, tokens of answers, whether it ended."""
+    """A step of rows: request, prompt tokens computed, tokens made, whether it ended."""
     return StepStats(
         step=0,
         num_waiting=0,
@@ -182,7 +182,7 @@ def step(*rows: tuple[str, int, int, bool]) -> StepStats:
         schedule_s=0.0,
         execute_s=0.0,
         update_s=0.0,
-        rows=tuple(RowStats(name, 0, 0, prefill, decode, ended) for name, prefill, decode, ended in rows),
+        rows=tuple(RowStats(name, 0, 0, prefill, 0, ended, made) for name, prefill, made, ended in rows),
     )
 
 
@@ -196,13 +196,14 @@ def test_the_gap_of_a_preempted_sequence_is_the_whole_of_its_wait() -> None:
         return value(f"{name}_count", labels) or 0.0, value(f"{name}_sum", labels) or 0.0
 
     metrics.stepped(step(("a", 4, 0, False)), 0.0)
-    metrics.stepped(step(("a", 4, 0, False)), 1.0)
+    metrics.stepped(step(("a", 4, 1, False)), 1.0)
     assert gaps() == (0, 0)
-    metrics.stepped(step(("a", 0, 1, False), ("b", 2, 0, False)), 1.5)
+    metrics.stepped(step(("a", 0, 1, False), ("b", 2, 1, False)), 1.5)
     assert gaps() == (1, 0.5)
     # Preempted; what it had is computed again.
     metrics.stepped(step(("a", 9, 0, False)), 7.0)
-    metrics.stepped(step(("a", 0, 1, True), ("b", 0, 1, False)), 8.5)
+    # Of several tokens that come together the gap counts once.
+    metrics.stepped(step(("a", 0, 3, True), ("b", 0, 1, False)), 8.5)
     assert gaps() == (3, 0.5 + 7.0 + 7.0)
 
 
@@ -221,5 +222,7 @@ async def _offered() -> set[str]:
         await generate(scrape.service, make_start())
         families = list(text_string_to_metric_families(await scrape.text()))
     names = {sample.name for family in families for sample in family.samples}
-    # A counter with labels shows nothing before it has counted.
-    return names | {f"{family.name}_total" for family in families if family.type == "counter"}
+    # A family with labels shows nothing before it has counted.
+    return names | {
+        f"{family.name}_total" if family.type == "counter" else family.name for family in families
+    }
