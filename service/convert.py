@@ -262,6 +262,13 @@ def load_to_proto(load: Load, batching: str, max_num_seqs: int) -> control_pb2.G
             kv_slots_allocated=totals.num_kv_slots_allocated,
             kv_slots_used=totals.num_kv_slots_used,
             step_seconds=totals.step_s,
+            output_tokens=totals.speculation.num_output_tokens,
+            draws=totals.speculation.num_draws,
+            draft_tokens=totals.speculation.num_draft_tokens,
+            accepted_tokens=totals.speculation.num_accepted_tokens,
+            drafted_draws=totals.speculation.num_drafted_draws,
+            drafted_by_place=totals.speculation.drafted_by_place,
+            accepted_by_place=totals.speculation.accepted_by_place,
         ),
         batching=batching,
     )
@@ -292,6 +299,9 @@ def step_to_proto(stats: StepStats, num_missed: int, epoch_s: float = 0.0) -> co
                 prefill_tokens=row.num_prefill_tokens,
                 decode_tokens=row.num_decode_tokens,
                 finished=row.is_finished,
+                output_tokens=row.num_output_tokens,
+                draft_tokens=row.num_draft_tokens,
+                accepted_tokens=row.num_accepted_tokens,
             )
             for row in stats.rows
         ],

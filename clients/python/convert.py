@@ -169,6 +169,9 @@ def load_from_proto(message: control_pb2.GetLoadResponse) -> events.Load:
             num_kv_slots_allocated=totals.kv_slots_allocated,
             num_kv_slots_used=totals.kv_slots_used,
             step_s=totals.step_seconds,
+            num_output_tokens=totals.output_tokens,
+            num_draft_tokens=totals.draft_tokens,
+            num_accepted_tokens=totals.accepted_tokens,
         ),
         batching=message.batching,
         model=message.model,
@@ -203,6 +206,9 @@ def step_from_proto(message: control_pb2.WatchStepsResponse) -> events.StepRepor
                 num_prefill_tokens=row.prefill_tokens,
                 num_decode_tokens=row.decode_tokens,
                 is_finished=row.finished,
+                num_output_tokens=row.output_tokens,
+                num_draft_tokens=row.draft_tokens,
+                num_accepted_tokens=row.accepted_tokens,
             )
             for row in message.rows
         ),

@@ -310,6 +310,9 @@ class StepTotals:
     num_kv_slots_allocated: int = 0
     num_kv_slots_used: int = 0
     step_s: float = 0.0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def since(self, earlier: StepTotals) -> StepTotals:
         """What was added after `earlier`."""
@@ -322,6 +325,9 @@ class StepTotals:
             num_kv_slots_allocated=self.num_kv_slots_allocated - earlier.num_kv_slots_allocated,
             num_kv_slots_used=self.num_kv_slots_used - earlier.num_kv_slots_used,
             step_s=self.step_s - earlier.step_s,
+            num_output_tokens=self.num_output_tokens - earlier.num_output_tokens,
+            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
         )
 
 
@@ -356,6 +362,9 @@ class StepRow:
     num_prefill_tokens: int
     num_decode_tokens: int
     is_finished: bool
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

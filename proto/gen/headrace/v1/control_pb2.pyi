@@ -70,7 +70,7 @@ class KvBlocks(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., live: _Optional[int] = ...) -> None: ...
 
 class StepTotals(_message.Message):
-    __slots__ = ("steps", "rows", "prefill_tokens", "decode_tokens", "preemptions", "kv_slots_allocated", "kv_slots_used", "step_seconds")
+    __slots__ = ("steps", "rows", "prefill_tokens", "decode_tokens", "preemptions", "kv_slots_allocated", "kv_slots_used", "step_seconds", "output_tokens", "draws", "draft_tokens", "accepted_tokens", "drafted_draws", "drafted_by_place", "accepted_by_place")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,13 @@ class StepTotals(_message.Message):
     KV_SLOTS_ALLOCATED_FIELD_NUMBER: _ClassVar[int]
     KV_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_DRAWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_BY_PLACE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BY_PLACE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     rows: int
     prefill_tokens: int
@@ -87,7 +94,14 @@ class StepTotals(_message.Message):
     kv_slots_allocated: int
     kv_slots_used: int
     step_seconds: float
-    def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_slots_allocated: _Optional[int] = ..., kv_slots_used: _Optional[int] = ..., step_seconds: _Optional[float] = ...) -> None: ...
+    output_tokens: int
+    draws: int
+    draft_tokens: int
+    accepted_tokens: int
+    drafted_draws: int
+    drafted_by_place: _containers.RepeatedScalarFieldContainer[int]
+    accepted_by_place: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., kv_slots_allocated: _Optional[int] = ..., kv_slots_used: _Optional[int] = ..., step_seconds: _Optional[float] = ..., output_tokens: _Optional[int] = ..., draws: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_draws: _Optional[int] = ..., drafted_by_place: _Optional[_Iterable[int]] = ..., accepted_by_place: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WatchStepsRequest(_message.Message):
     __slots__ = ()
@@ -124,20 +138,26 @@ class WatchStepsResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., schedule_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., execute_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., update_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ..., num_missed: _Optional[int] = ..., start_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class StepRow(_message.Message):
-    __slots__ = ("request", "index", "slot", "prefill_tokens", "decode_tokens", "finished")
+    __slots__ = ("request", "index", "slot", "prefill_tokens", "decode_tokens", "finished", "output_tokens", "draft_tokens", "accepted_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: str
     index: int
     slot: int
     prefill_tokens: int
     decode_tokens: int
     finished: bool
-    def __init__(self, request: _Optional[str] = ..., index: _Optional[int] = ..., slot: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
+    output_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    def __init__(self, request: _Optional[str] = ..., index: _Optional[int] = ..., slot: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., finished: _Optional[bool] = ..., output_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class SetLatencyBudgetRequest(_message.Message):
     __slots__ = ("time_per_output_token", "time_to_first_token", "priority")
