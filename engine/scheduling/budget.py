@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Iterable
+from statistics import median
 
 from headrace.engine.config import MAX_LATENCY_CLASSES, LatencyConfig, LatencyTargets
 from headrace.engine.errors import ConfigError, Overloaded
@@ -43,6 +45,7 @@ _MAX_DRY_STEPS = 16
 _PATIENCE_S = 10.0
 """After so long without anybody who joins, while somebody could, one joins."""
 _GAP_GAIN = 0.05
+_NUM_LONE_STEPS = 33
 _CHECK_STEPS = 64
 _LATE_EVERY = 8
 """Every so many places the first of those that are late already has its turn."""
@@ -74,6 +77,7 @@ class LatencyBudget:
         self._uncached_share = 1.0
         # How fast the queue goes: seconds between two that join while others wait.
         self._join_gap_s = 0.0
+        self._lone_steps_s: deque[float] = deque(maxlen=_NUM_LONE_STEPS)
         self._num_steps_over = 0
         self._records: dict[int | None, ClassRecord] = {}
         self._told_attainable: dict[int | None, bool] = {}
@@ -111,9 +115,13 @@ class LatencyBudget:
         return self._of_class.get(sequence.request.priority, self._default)
 
     @property
-    def single_row_s(self) -> float:
-        """What a step that only decodes one short row is expected to take, seconds."""
-        return self.costs.predict(StepShape(0, 1, 1, 0))
+    def lone_row_s(self) -> float:
+        """What a step takes that decodes one or two rows and nothing else: the median of the last ones.
+
+        Measured, not predicted: where many rows run all the time, nobody knows what one alone would take. 0
+        before there was such a step.
+        """
+        return median(self._lone_steps_s) if self._lone_steps_s else 0.0
 
     def begin_step(self, running: Collection[Sequence], num_waiting: int, now_s: float) -> StepAllowance:
         """What the step that is about to be planned may take on.
@@ -167,6 +175,8 @@ class LatencyBudget:
         """
         shape = StepShape.of(plan)
         self.costs.observe(shape, seconds)
+        if len(plan.rows) <= 2 and shape.num_decode_tokens > 0 and shape.num_prefill_tokens == 0:
+            self._lone_steps_s.append(seconds)
         self._num_steps_over += seconds > self._allowance.limit_s
         if plan.step % _CHECK_STEPS == 0:
             self._tell_attainable()
@@ -248,15 +258,14 @@ class LatencyBudget:
 
     def _predicted_ttft_s(self, num_prompt_tokens: int, num_before: int) -> float:
         """How long one that comes now waits for its first token if the queue goes on as it went, seconds."""
-        return self.single_row_s + self._prefill_s(num_prompt_tokens) + num_before * self._join_gap_s
+        lone_row_s = self.costs.seconds_of_decodes(1, 1)
+        return lone_row_s + self._prefill_s(num_prompt_tokens) + num_before * self._join_gap_s
 
     def _is_attainable(self, targets: LatencyTargets) -> bool:
         """Whether targets can be kept with a single sequence running, as far as is known."""
-        if self.costs.num_observed == 0:
-            return True
-        single_s = self.single_row_s
-        return (targets.tpot_s is None or targets.tpot_s >= LEAST_TPOT_FACTOR * single_s) and (
-            targets.ttft_s is None or targets.ttft_s >= single_s
+        lone_s = self.lone_row_s
+        return (targets.tpot_s is None or targets.tpot_s >= LEAST_TPOT_FACTOR * lone_s) and (
+            targets.ttft_s is None or targets.ttft_s >= lone_s
         )
 
     def _tell_attainable(self) -> None:
@@ -273,13 +282,13 @@ class LatencyBudget:
                 _spelt(targets.tpot_s),
                 _spelt(targets.ttft_s),
                 "within reach again" if is_attainable else "out of reach, whatever the load",
-                1e3 * self.single_row_s,
+                1e3 * self.lone_row_s,
             )
 
     def _aim_tpot_s(self, target_s: float) -> float:
         """The TPOT that is planned for: the target less a margin, or, where that is out of reach, the least
         one at which prompts still get their part of each step."""
-        return max(AIM * target_s, LEAST_TPOT_FACTOR * self.single_row_s)
+        return max(AIM * target_s, LEAST_TPOT_FACTOR * self.lone_row_s)
 
     def _aim_of(self, sequence: Sequence) -> float:
         target_s = self.targets_of(sequence).tpot_s

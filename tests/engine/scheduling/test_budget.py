@@ -19,13 +19,14 @@ from headrace.engine.config import (
 )
 from headrace.engine.errors import ConfigError, Overloaded
 from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.budget import LatencyBudget, LatencyDesk
 from headrace.engine.scheduling.cost_model import StepCostModel, StepPrices
 from headrace.engine.scheduling.fairness import ClientLedger
-from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.scheduling.queue import WaitingQueue
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.sequence import Sequence, SequenceStatus
+from headrace.engine.sequence import Sequence, SequenceId, SequenceStatus
 from tests.support.requests import make_request
 from tests.support.sequences import make_sequence
 from tests.support.virtual_time import Arrival, Machine, Served, poisson, simulate
@@ -43,6 +44,12 @@ def budget_of(
     by_priority = {int(name[1:]): targets for name, targets in of_class.items()}
     config = LatencyConfig(LatencyTargets(tpot_s, ttft_s), by_priority)
     return LatencyBudget(config, StepCostModel(PLAIN))
+
+
+def lone_step(step: int = 1) -> StepPlan:
+    """A step in which a single sequence decodes its sixth token."""
+    row = ScheduledSequence(SequenceId(0), 5, (1,), 0, (1, 2), True, SamplingParams(), num_prompt_tokens=4)
+    return StepPlan(step, (row,))
 
 
 def decoding(num_tokens: int, first_token_s: float, *, priority: int = 0) -> Sequence:
@@ -105,9 +112,22 @@ def test_who_has_no_target_does_not_limit_a_step() -> None:
 
 
 def test_a_target_out_of_reach_leaves_prompts_a_quarter_of_the_shortest_step() -> None:
+    budget = budget_of(tpot_s=0.001)
+    budget.observe(lone_step(), 0.012)
     # Aim: 15 ms, 1.25 times the 12 of a single row. Token 3 is due at 45 ms: 43 ms, less 12 for the decode.
-    allowance = budget_of(tpot_s=0.001).begin_step([decoding(3, 0.0)], 1, now_s=0.002)
-    assert allowance.chunk_len(0, 1000) == 30
+    assert budget.begin_step([decoding(3, 0.0)], 1, now_s=0.002).chunk_len(0, 1000) == 30
+
+
+def test_only_steps_with_a_row_or_two_say_that_a_target_is_out_of_reach() -> None:
+    budget = budget_of(tpot_s=0.05)
+    crowded = StepPlan(0, lone_step().rows * 30)
+    for _ in range(200):
+        budget.observe(crowded, 0.2)
+    waiting = WaitingQueue(ClientLedger({}), 10.0)
+    assert budget.status([], waiting).classes[0].is_attainable
+    for _ in range(40):
+        budget.observe(lone_step(), 0.2)
+    assert not budget.status([], waiting).classes[0].is_attainable
 
 
 def test_prompts_that_get_nothing_for_sixteen_steps_get_something() -> None:
@@ -187,7 +207,7 @@ def test_targets_are_by_class_until_they_are_set_for_all() -> None:
 
 def test_the_status_tells_each_class_and_the_next_step() -> None:
     budget = budget_of(tpot_s=0.1, p7=LatencyTargets(tpot_s=0.001))
-    budget.observe(StepPlan(1, ()), 0.010)
+    budget.observe(lone_step(), 0.012)
     for priority in (0, 0, 7):
         ended = decoding(11, 1.0, priority=priority)
         ended.last_token_s = 1.5
@@ -210,9 +230,9 @@ def test_what_is_out_of_reach_is_logged_once(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "headrace.engine")
     budget = budget_of(tpot_s=0.005)
     for step in range(640):
-        budget.observe(StepPlan(step, ()), 0.010)
+        budget.observe(lone_step(step), 0.010)
     for step in range(640, 2000):
-        budget.observe(StepPlan(step, ()), 0.001)
+        budget.observe(lone_step(step), 0.001)
     told = [(record.levelname, "out of reach" in record.message) for record in caplog.records]
     assert told == [("WARNING", True), ("INFO", False)]
 
