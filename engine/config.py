@@ -41,7 +41,7 @@ class ModelConfig:
             with a scale for every 32 of them, which is faster, smaller, and changes the output a little.
         max_model_len: longest sequence, prompt and output together, tokens; None takes the model's own limit.
         attention_backend: name of a backend of `headrace.engine.attention`; "auto" picks for the device.
-        device: where to compute: "cpu", "cuda" (the first visible GPU), or "auto": a GPU if there is one.
+        device: where to compute: "cpu", "cuda" (the first visible GPU), or "auto", which is the CPU for now.
         cuda_graphs: whether decode steps on a GPU are captured once and replayed.
     """
 

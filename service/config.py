@@ -97,7 +97,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
         "auto", description="compute and KV type"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where to compute; auto takes a GPU if there is one"
+        "auto", description="where to compute; auto is the CPU for now: a GPU has to be asked for"
     )
     weight_dtype: Literal["same", "int8", "int4"] = Field(
         "same",

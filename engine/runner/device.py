@@ -17,7 +17,8 @@ def choose_device(wanted: str) -> torch.device:
     """Find the device.
 
     Args:
-        wanted: one of `headrace.engine.config.DEVICES`; "auto" takes a GPU if torch sees one.
+        wanted: one of `headrace.engine.config.DEVICES`; "auto" is the CPU: what is written for GPUs has not
+            been run on one yet, and nobody should get it without asking.
 
     Raises:
         ConfigError: there is no such device here; it says what is missing.
@@ -25,6 +26,12 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     absent = _why_no_gpu()
+    if wanted == "auto":
+        reason = (
+            absent or "--device cuda computes on this machine's GPU, which is new and has to be asked for"
+        )
+        logger.info("computing on the CPU: %s", reason)
+        return torch.device("cpu")
     if absent is None:
         device = torch.device("cuda", 0)
         major, minor = torch.cuda.get_device_capability(device)
@@ -32,10 +39,7 @@ def choose_device(wanted: str) -> torch.device:
             "computing on %s, compute capability %d.%d", torch.cuda.get_device_name(device), major, minor
         )
         return device
-    if wanted == "cuda":
-        raise ConfigError(f"device 'cuda' (--device): {absent}; or use --device cpu")
-    logger.info("computing on the CPU: %s", absent)
-    return torch.device("cpu")
+    raise ConfigError(f"device 'cuda' (--device): {absent}; or use --device cpu")
 
 
 def _why_no_gpu() -> str | None:
