@@ -72,7 +72,7 @@ class DraftModelProposer:
         known = self._seconds_per_draft
         self._seconds_per_draft = known * _FADES + taken * (1 - _FADES) if known else taken
 
-    def offer(self, sequence: Sequence, most: int) -> tuple[float, ...]:
+    def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
         """See `Proposer.offer`."""
         # The draft model computes every draft but the last one.
         most = min(most, self._most, self._max_len - len(sequence.token_ids) + 1)

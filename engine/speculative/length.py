@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-LEAST_GAIN = 1.02
-"""What is won must be more than what estimates are off by."""
+LEAST_GAIN = 1.08
+"""What is won must be more than what estimates are off by, and than what rows of unequal lengths cost."""
 
 StepSeconds = Callable[[int, int], float]
 """What a step takes: (drafts in it, most drafts of one row) -> seconds."""
@@ -27,7 +27,7 @@ def choose_lengths(
         chances: per row that has drafts to offer, how likely each is to be kept if those before it are.
         num_rows: rows of the step that make a token anyway, these included.
         most: no more drafts than these, in all.
-        step_seconds: never falls in either argument.
+        step_seconds: never falls in either argument; no draft costs less than the one before it.
 
     Returns:
         A number per row of `chances`.
@@ -42,6 +42,7 @@ def choose_lengths(
     is_depth_free = step_seconds(1, longest) <= step_seconds(1, 1)
     for depth in (longest,) if is_depth_free else range(1, longest + 1):
         num_made, num_drafts = float(num_rows), 0
+        last_rate = 0.0
         for gain, place, _ in gains:
             if place >= depth:
                 continue
@@ -50,6 +51,10 @@ def choose_lengths(
             num_drafts += 1
             num_made += gain
             rate = num_made / step_seconds(num_drafts, depth)
+            # The next one is worth no more and costs no less: once it goes down it goes on going down.
+            if rate < last_rate:
+                break
+            last_rate = rate
             if rate > best_rate:
                 best_rate, best = rate, (num_drafts, depth)
     return _lengths(gains, best, len(chances))
@@ -65,8 +70,12 @@ def _gains(chances: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
             gain *= chance
             gains.append((gain, place, row))
     # Among equals what comes first in its row: so the ones before a draft are always chosen with it.
-    gains.sort(key=lambda item: (-item[0], item[1]))
+    gains.sort(key=_worth, reverse=True)
     return gains
+
+
+def _worth(gain: tuple[float, int, int]) -> tuple[float, int]:
+    return gain[0], -gain[1]
 
 
 def _lengths(gains: Sequence[tuple[float, int, int]], best: tuple[int, int], num_rows: int) -> list[int]:

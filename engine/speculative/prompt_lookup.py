@@ -133,7 +133,7 @@ class PromptLookup:
         self._states: dict[SequenceId, _State] = {}
         self._shared = [KeptRate(_SLOW_FORGET) for _ in _PRIORS]
 
-    def offer(self, sequence: Sequence, most: int) -> tuple[float, ...]:
+    def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
         """See `Proposer.offer`."""
         index, rates = self._state(sequence)
         if index.num_unread(sequence.num_prompt_tokens) > 0:
@@ -146,10 +146,18 @@ class PromptLookup:
             self._shared[level].add(is_kept=is_right)
         if not index.find():
             return ()
-        first = index.match_len
-        chances = [self._chance(rates, level) for level in range(_LEVEL_OF[min(first, _LONGEST)], len(rates))]
-        lowest = len(rates) - len(chances)
-        return tuple(chances[_LEVEL_OF[min(first + i, _LONGEST)] - lowest] for i in range(most))
+        chances: list[float] = []
+        match_len, gain, last_level, chance = index.match_len, 1.0, -1, 0.0
+        while len(chances) < most:
+            level = _LEVEL_OF[min(match_len, _LONGEST)]
+            if level != last_level:
+                last_level, chance = level, self._chance(rates, level)
+            gain *= chance
+            if gain < least_gain:
+                break
+            chances.append(chance)
+            match_len += 1
+        return tuple(chances)
 
     def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
         """See `Proposer.drafts`."""

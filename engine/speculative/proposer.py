@@ -55,11 +55,12 @@ class Proposer(Protocol):
         """
         ...
 
-    def offer(self, sequence: Sequence, most: int) -> tuple[float, ...]:
+    def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
         """How many tokens could be proposed for a sequence that decodes, and how likely each is to be kept.
 
         Args:
             most: no more than these.
+            least_gain: nobody will want a draft that is kept, with all before it, less often than this.
 
         Returns:
             Per draft the chance that it is kept if those before it are, in [0, 1]. Empty: nothing to propose.

@@ -61,19 +61,24 @@ class Speculator:
             return {}
         lengths: dict[Sequence, int] = {}
         offers: dict[Sequence, tuple[float, ...]] = {}
+        context = sum(len(sequence.token_ids) for sequence in decoding)
+        least_gain = self._least_gain(len(decoding), context)
         for sequence in decoding:
             wanted = self._fixed_length(sequence)
             # One token comes behind the drafts, so that no draft stands in the last place.
             room = min(self._config.max_speculative_tokens, sequence.max_len - len(sequence.token_ids) - 1)
             most = room if wanted is None else min(room, wanted)
-            offer = proposer.offer(sequence, most) if most > 0 else ()
+            if most <= 0:
+                continue
+            offer = proposer.offer(sequence, most, least_gain if wanted is None else 0.0)
             if offer and wanted is None:
                 offers[sequence] = offer
             elif offer:
                 lengths[sequence] = min(len(offer), num_tokens_left)
                 num_tokens_left -= lengths[sequence]
         if offers:
-            lengths |= self._adapted(decoding, offers, sum(lengths.values()), num_tokens_left)
+            seconds = self._step_seconds(len(decoding) + sum(lengths.values()), context)
+            lengths |= self._adapted(offers, len(decoding), context, num_tokens_left, seconds)
         return {sequence: proposer.drafts(sequence, number) for sequence, number in lengths.items() if number}
 
     def catch_up(self, sequence: Sequence, end_position: int, num_running: int) -> DraftWork | None:
@@ -122,21 +127,26 @@ class Speculator:
             return 0
         return self._config.num_speculative_tokens if said.num_tokens is None else said.num_tokens
 
+    def _least_gain(self, num_rows: int, context: int) -> float:
+        """How often a draft must be kept not to make a step of so many rows slower than it is worth."""
+        seconds = self._step_seconds(num_rows, context)
+        plain_s = seconds(0, 0)
+        return num_rows * (seconds(1, 0) - plain_s) / plain_s
+
     def _adapted(
         self,
-        decoding: List[Sequence],
         offers: dict[Sequence, tuple[float, ...]],
-        num_fixed: int,
+        num_rows: int,
+        context: int,
         num_tokens_left: int,
+        seconds: StepSeconds,
     ) -> dict[Sequence, int]:
-        context = sum(len(sequence.token_ids) for sequence in decoding)
-        seconds = self._step_seconds(len(decoding) + num_fixed, context)
-        chosen = choose_lengths(list(offers.values()), len(decoding), num_tokens_left, seconds)
+        chosen = choose_lengths(list(offers.values()), num_rows, num_tokens_left, seconds)
         lengths = dict(zip(offers, chosen, strict=True))
         if self._proposer is not None and self._proposer.learns_by_judging:
             for sequence, length in lengths.items():
                 pause = self._pauses.setdefault(sequence.sequence_id, _Pause())
-                if pause.is_over(length) and self._would_pay(len(decoding), context):
+                if pause.is_over(length) and self._would_pay(num_rows, context):
                     lengths[sequence] = 1
         return lengths
 
@@ -147,10 +157,13 @@ class Speculator:
         return choose_lengths([offer] * num_rows, num_rows, len(offer) * num_rows, seconds)[0] > 0
 
     def _step_seconds(self, num_tokens: int, context: int) -> StepSeconds:
-        per_draft = 0.0 if self._proposer is None else self._proposer.seconds_per_draft
+        """What a step takes that computes so many tokens beside the drafts: as much more for each of them."""
+        per_depth = 0.0 if self._proposer is None else self._proposer.seconds_per_draft
+        base = self._seconds_of(num_tokens, context)
+        per_token = self._seconds_of(num_tokens + 1, context) - base
 
         def seconds(num_drafts: int, depth: int) -> float:
-            return self._seconds_of(num_tokens + num_drafts, context) + depth * per_draft
+            return base + num_drafts * per_token + depth * per_depth
 
         return seconds
 
