@@ -89,6 +89,9 @@ class Metrics:
         self._rpcs = self._counter(
             "rpcs", "RPCs of headrace.v1 that ended, by gRPC code.", ("method", "code")
         )
+        self._make_histograms()
+
+    def _make_histograms(self) -> None:
         self._iteration_tokens = self._histogram(
             "iteration_tokens", "Tokens computed in one step, prompts and answers together.", _TOKEN_BUCKETS
         )
@@ -239,7 +242,7 @@ class LoadCollector:
         )
         if now is None:
             return
-        load, blocks, totals = now.load, now.load.blocks, now.load.totals
+        load, blocks = now.load, now.load.blocks
         model = (now.model,)
         for name, text, value in (
             ("num_requests_running", "Sequences that have a place in the batch.", load.num_running),
@@ -267,39 +270,45 @@ class LoadCollector:
             },
             ("model", "state"),
         )
-        drafts = totals.speculation
-        for name, text, number in (
-            (
-                "spec_decode_num_drafts",
-                "How often a sequence had proposed tokens in a step.",
-                drafts.num_drafted_draws,
-            ),
-            (
-                "spec_decode_num_draft_tokens",
-                "Tokens that were proposed and judged; what was proposed behind an end was not.",
-                drafts.num_draft_tokens,
-            ),
-            (
-                "spec_decode_num_accepted_tokens",
-                "Those of them that stand in an answer: never more than were proposed.",
-                drafts.num_accepted_tokens,
-            ),
-            (
-                "latency_steps_over",
-                "Steps that took longer than the latency targets left them.",
-                load.latency.num_steps_over,
-            ),
-            (
-                "num_preemptions",
-                "Sequences that lost their KV to others and are computed again.",
-                totals.num_preemptions,
-            ),
-            ("engine_steps", "Steps that were computed since the start.", totals.num_steps),
-        ):
-            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=("model",))
-            family.add_metric(model, number)
-            yield family
+        yield from _sums(now.model, load)
         yield from _latencies(now.model, load.latency)
+
+
+def _sums(name: str, load: Load) -> Iterator[Metric]:
+    """What the engine has summed up since the start."""
+    model, totals = (name,), load.totals
+    drafts = totals.speculation
+    for metric, text, number in (
+        (
+            "spec_decode_num_drafts",
+            "How often a sequence had proposed tokens in a step.",
+            drafts.num_drafted_draws,
+        ),
+        (
+            "spec_decode_num_draft_tokens",
+            "Tokens that were proposed and judged; what was proposed behind an end was not.",
+            drafts.num_draft_tokens,
+        ),
+        (
+            "spec_decode_num_accepted_tokens",
+            "Those of them that stand in an answer: never more than were proposed.",
+            drafts.num_accepted_tokens,
+        ),
+        (
+            "latency_steps_over",
+            "Steps that took longer than the latency targets left them.",
+            load.latency.num_steps_over,
+        ),
+        (
+            "num_preemptions",
+            "Sequences that lost their KV to others and are computed again.",
+            totals.num_preemptions,
+        ),
+        ("engine_steps", "Steps that were computed since the start.", totals.num_steps),
+    ):
+        family = CounterMetricFamily(f"{_PREFIX}_{metric}", text, labels=("model",))
+        family.add_metric(model, number)
+        yield family
 
 
 def _latencies(model: str, status: LatencyStatus) -> Iterator[Metric]:
