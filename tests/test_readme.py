@@ -126,7 +126,7 @@ def test_the_grpcurl_example_names_a_method_and_its_message() -> None:
 
 
 async def test_every_flag_and_variable_that_is_named_exists() -> None:
-    commands = ("serve", "generate", "chat", "health", "bench", "tune", "budget", "token")
+    commands = ("serve", "generate", "chat", "health", "bench", "tune", "budget", "token", "top", "timeline")
     helps = [await run_headrace(*command, "--help") for command in [(), *((name,) for name in commands)]]
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(outcome.out for outcome in helps)))
     known |= {"--help", "--raw", "--only"}
@@ -147,3 +147,10 @@ def test_make_targets_and_files_that_are_named_exist() -> None:
 def test_lines_are_short_enough_to_read() -> None:
     long = [line for line in README.splitlines() if len(line) > 120 and not line.startswith(("$ ", "|"))]
     assert long == []
+
+
+def test_pictures_are_there_and_small() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert len(pictures) >= 2
+    for name in pictures:
+        assert 0 < (ROOT / name).stat().st_size < 60_000, name

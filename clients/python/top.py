@@ -24,9 +24,9 @@ class Lane:
 
     Args:
         request: the server's id of it; None where the slot is idle.
-        num_prefill_tokens, num_decode_tokens: seen so far.
+        num_prefill_tokens, num_output_tokens: computed of what was known, and made, as far as it was seen.
         is_whole: whether it was seen from its beginning, so that these are all there are.
-        tokens_per_s: decode tokens of the last steps, per second; None where there are too few.
+        tokens_per_s: tokens made in the last steps, per second; None where there are too few.
     """
 
     slot: int
@@ -34,7 +34,7 @@ class Lane:
     index: int = 0
     work: Work = Work.DECODE
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
     is_whole: bool = True
     tokens_per_s: float | None = None
 
@@ -87,19 +87,19 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Progress:
-    """One sequence as far as it was seen; `ends` are (end of a step, decode tokens up to it)."""
+    """One sequence as far as it was seen; `ends` are (end of a step, tokens made up to it)."""
 
     is_whole: bool
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
     ends: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
 
     def add(self, row: StepRow, end_s: float) -> None:
         """Take what a step did for it."""
         self.num_prefill_tokens += row.num_prefill_tokens
-        self.num_decode_tokens += row.num_decode_tokens
-        if row.num_decode_tokens:
-            self.ends.append((end_s, self.num_decode_tokens))
+        self.num_output_tokens += row.num_output_tokens
+        if row.num_output_tokens:
+            self.ends.append((end_s, self.num_output_tokens))
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -204,7 +204,7 @@ class TopState:
                 index=row.index,
                 work=work_of(row),
                 num_prefill_tokens=progress.num_prefill_tokens,
-                num_decode_tokens=progress.num_decode_tokens,
+                num_output_tokens=progress.num_output_tokens,
                 is_whole=progress.is_whole,
                 tokens_per_s=progress.tokens_per_s,
             )

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.clients.events import KvBlocks
+from headrace.clients.latency import LatencyClass
 from headrace.clients.step_log import Work, short_label
 from headrace.clients.top import Lane, Snapshot
 
@@ -72,7 +73,8 @@ class LiveTop:
         if message:
             parts.append(Text(message, style="bold red"))
         if snapshot is not None:
-            most = max(1, self._console.height - _HEADER_LINES - bool(message))
+            num_classes = len(snapshot.load.latency.classes)
+            most = max(1, self._console.height - _HEADER_LINES - num_classes - bool(message))
             parts.append(render(snapshot, self._target, self._console.width, most))
         self._live.update(Group(*parts), refresh=True)
 
@@ -177,6 +179,7 @@ def render(snapshot: Snapshot, target: str, width: int, max_lanes: int) -> Rende
         _throughput(snapshot, width),
         _kv_bar(snapshot.blocks, width),
         _times(snapshot),
+        *map(_promise, load.latency.classes),
     ]
     if snapshot.num_missed:
         lines.append(Text(f"{snapshot.num_missed} steps were not seen: this watcher is too slow for them"))
@@ -228,12 +231,36 @@ def _times(snapshot: Snapshot) -> Text:
     return text
 
 
+def _promise(promised: LatencyClass) -> Text:
+    """A line of the latency budget: what is promised to whom, and how it is kept."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append("promised  ", style="dim")
+    if promised.priority is not None:
+        text.append(f"priority {promised.priority}: ")
+    is_kept = promised.is_attainable
+    for name, target_s, p95_s, num_over in (
+        ("TPOT", promised.tpot_s, promised.attained_tpot_p95_s, promised.num_over_tpot),
+        ("TTFT", promised.ttft_s, promised.attained_ttft_p95_s, promised.num_over_ttft),
+    ):
+        if target_s is not None:
+            attained = "" if p95_s is None else f"p95 {_ms(p95_s)}, "
+            text.append(f"{name} {_ms(target_s)} ({attained}{num_over} of {promised.num_sequences} over)   ")
+            is_kept = is_kept and (p95_s is None or p95_s <= target_s)
+    if promised.tpot_s is None and promised.ttft_s is None:
+        text.append("nothing")
+    if not promised.is_attainable:
+        text.append("can't be kept here")
+    if not is_kept:
+        text.stylize("red", 10)
+    return text
+
+
 def _lanes(lanes: Sequence[Lane], width: int, most: int) -> RenderableType:
     table = Table(box=None, expand=True, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("slot", justify="right", width=4)
     table.add_column("phase", width=7)
     table.add_column("prefill", justify="right", width=8)
-    table.add_column("decode", justify="right", width=8)
+    table.add_column("made", justify="right", width=8)
     table.add_column("tok/s", justify="right", width=7)
     table.add_column("request", ratio=1, no_wrap=True, overflow="ellipsis")
     shown = list(lanes)
@@ -262,7 +289,7 @@ def _cells(lane: Lane) -> tuple[RenderableType, ...]:
         str(lane.slot),
         Text(lane.work.value, style="yellow" if lane.work is Work.PREFILL else "green"),
         f"{least}{lane.num_prefill_tokens}",
-        f"{least}{lane.num_decode_tokens}",
+        f"{least}{lane.num_output_tokens}",
         "" if lane.tokens_per_s is None else f"{lane.tokens_per_s:.1f}",
         Text(label),
     )

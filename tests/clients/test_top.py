@@ -49,11 +49,11 @@ def test_a_first_look_has_no_rates_and_no_times() -> None:
 def test_a_lane_tells_who_does_what_and_how_much() -> None:
     state = state_of("a .", "a b12", "a b", "a b", "a b/1")
     whole, half, idle = state.snapshot(1.0).lanes
-    assert (whole.request, whole.work, whole.num_decode_tokens) == ("97:a", Work.DECODE, 5)
+    assert (whole.request, whole.work, whole.num_output_tokens) == ("97:a", Work.DECODE, 5)
     # It ran when the watch began: what came before is not known.
     assert not whole.is_whole
     assert whole.tokens_per_s == pytest.approx(1 / STEP_S)
-    assert (half.request, half.index, half.num_decode_tokens) == ("98:b", 1, 1)
+    assert (half.request, half.index, half.num_output_tokens) == ("98:b", 1, 1)
     assert half.is_whole
     assert idle == Lane(2)
 

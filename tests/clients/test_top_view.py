@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from headrace.clients.events import KvBlocks, Load, StepTotals
+from headrace.clients.latency import LatencyClass, LatencyStatus
 from headrace.clients.step_log import Work
 from headrace.clients.top import Lane, PartTime, Snapshot
 from headrace.clients.top_view import JsonTop, LiveTop, PlainTop, WholeTop, sparkline
@@ -76,6 +78,19 @@ def test_the_picture_fits_its_terminal(width: int) -> None:
     assert max(map(cell_len, lines)) <= width
     assert len(lines) <= 21
     assert any("55 more" in line for line in lines)
+
+
+def test_what_is_promised_is_told_with_how_it_is_kept() -> None:
+    classes = (
+        LatencyClass(None, tpot_s=0.03, num_sequences=9, num_over_tpot=1, attained_tpot_p95_s=0.028),
+        LatencyClass(5, ttft_s=0.5, is_attainable=False),
+        LatencyClass(7),
+    )
+    load = replace(LOAD, latency=LatencyStatus(classes))
+    text = shown(WholeTop, replace(make_snapshot(), load=load))
+    assert "promised  TPOT 30.0 ms (p95 28.0 ms, 1 of 9 over)" in text
+    assert "promised  priority 5: TTFT 500.0 ms (0 of 0 over)   can't be kept here" in text
+    assert "promised  priority 7: nothing" in text
 
 
 def test_missed_steps_are_told() -> None:

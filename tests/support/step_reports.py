@@ -22,6 +22,7 @@ def make_row(cell: str, slot: int) -> StepRow:
         num_prefill_tokens=num_prefill,
         num_decode_tokens=0 if num_prefill else 1,
         is_finished=cell.endswith("!"),
+        num_output_tokens=0 if num_prefill else 1,
     )
 
 
