@@ -70,7 +70,7 @@ def test_chances_are_learned_by_the_length_of_the_match_without_any_judge() -> N
     proposer = PromptLookup()
     sequence = make_sequence(prompt_len=1)
     sequence.token_ids[:] = [1, 2, 3, 4, 5, 6, 7, 8] * 3
-    before = proposer.offer(sequence, 4)
+    before = after = offered = proposer.offer(sequence, 4)
     assert all(0 < chance < 1 for chance in before)
     assert list(before) == sorted(before)
     for _ in range(40):
