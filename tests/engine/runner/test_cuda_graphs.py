@@ -112,7 +112,7 @@ def decode_row(
         True,
         GREEDY,
     )
-    return row._replace(**changes)
+    return row._replace(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
