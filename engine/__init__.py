@@ -19,6 +19,7 @@ from headrace.engine.config import (
     Speculation,
     SpeculationConfig,
 )
+from headrace.engine.distillation.settings import DistillationProgress, DistillationSettings, DraftReport
 from headrace.engine.errors import (
     ConfigError,
     ConstraintFailed,
@@ -37,7 +38,7 @@ from headrace.engine.errors import (
     Overloaded,
     RequestFailed,
 )
-from headrace.engine.loading import load_model, resolve_model
+from headrace.engine.loading import load_model, make_draft_model, resolve_model
 from headrace.engine.outputs import (
     BlockCounts,
     FailureEvent,
@@ -87,6 +88,9 @@ __all__ = [
     "ConstraintFailed",
     "ConstraintKind",
     "DeadlineExceeded",
+    "DistillationProgress",
+    "DistillationSettings",
+    "DraftReport",
     "DraftSampling",
     "Draining",
     "DuplicateRequest",
@@ -142,5 +146,6 @@ __all__ = [
     "ToolCall",
     "Usage",
     "load_model",
+    "make_draft_model",
     "resolve_model",
 ]

@@ -59,10 +59,7 @@ class ModelConfig:
             raise ConfigError(f"dtype={self.dtype!r} is not known: use one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ConfigError(f"device={self.device!r} is not known: use one of {', '.join(DEVICES)}")
-        if self.weight_dtype not in WEIGHT_DTYPES:
-            raise ConfigError(
-                f"weight_dtype={self.weight_dtype!r} is not known: use one of {', '.join(WEIGHT_DTYPES)}"
-            )
+        _check_weight_dtype("weight_dtype", self.weight_dtype)
         _require_at_least("max_model_len", self.max_model_len, 2)
 
 
@@ -176,6 +173,8 @@ class SpeculationConfig:
             step decide, from none to `max_speculative_tokens`.
         max_speculative_tokens: most tokens that may be proposed per step, by any request.
         draft_sampling: see `DraftSampling`.
+        draft_weight_dtype: how the draft model keeps its weights, as `ModelConfig.weight_dtype`: what it gets
+            wrong for that costs drafts, never the output.
     """
 
     kind: Speculation = Speculation.NONE
@@ -183,8 +182,10 @@ class SpeculationConfig:
     num_speculative_tokens: int | None = None
     max_speculative_tokens: int = 8
     draft_sampling: DraftSampling = DraftSampling.AUTO
+    draft_weight_dtype: str = "same"
 
     def __post_init__(self) -> None:
+        _check_weight_dtype("draft_weight_dtype", self.draft_weight_dtype)
         _require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         _require_at_least("max_speculative_tokens", self.max_speculative_tokens, 1)
         if self.max_speculative_tokens > MAX_SPECULATIVE_TOKENS:
@@ -348,6 +349,11 @@ class ModelInfo:
     dtype: str
     num_parameters: int
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+
+
+def _check_weight_dtype(name: str, value: str) -> None:
+    if value not in WEIGHT_DTYPES:
+        raise ConfigError(f"{name}={value!r} is not known: use one of {', '.join(WEIGHT_DTYPES)}")
 
 
 def _require_at_least(name: str, value: int | None, least: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.distillation.settings import DistillationProgress, DistillationSettings, DraftReport
 from headrace.engine.runner.protocol import LoadedModel, LoadProgress
 
 
@@ -41,3 +42,17 @@ def resolve_model(spec: str, cache_dir: Path, progress: LoadProgress | None = No
     from headrace.engine.models.hub import resolve_model as resolve
 
     return resolve(spec, progress, cache_dir)
+
+
+def make_draft_model(settings: DistillationSettings, progress: DistillationProgress) -> DraftReport:
+    """Make a draft model for a target by distillation.
+
+    It takes minutes to hours, and may be broken off and gone on with.
+
+    Raises:
+        ModelLoadError: the target can't be loaded.
+        ConfigError: the settings don't suit the target, or the output folder holds other work.
+    """
+    from headrace.engine.distillation.distil import distil
+
+    return distil(settings, progress)

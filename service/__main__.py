@@ -6,6 +6,7 @@ import sys
 
 _USAGE = """usage: headrace serve --model MODEL [options]   serve a model over gRPC; all options: serve --help
        headrace pull MODEL [--cache PATH]      fetch a model into the cache folder, print where it is
+       headrace draft MODEL --out DIR          make a draft model for MODEL, for speculation
        headrace token NAME [--role ROLE]       draw a bearer token, and its line for the token file"""
 _EXTRA = "pip install 'headrace[server]'"
 
@@ -22,19 +23,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     try:
         # Here, so that a missing extra is said in a sentence and not by a traceback.
-        from headrace.service.commands import pull, serve, token  # noqa: PLC0415
+        from headrace.service.commands import draft, pull, serve, token  # noqa: PLC0415
         from headrace.service.config import let_threads_sleep  # noqa: PLC0415
     except ModuleNotFoundError as error:
         print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
         return 2
+    commands = {"serve": serve, "pull": pull, "draft": draft, "token": token}
     match arguments:
-        case ["serve", *flags]:
-            let_threads_sleep()
-            return serve(flags)
-        case ["pull", *flags]:
-            return pull(flags)
-        case ["token", *flags]:
-            return token(flags)
+        case [name, *flags] if name in commands:
+            if name == "serve":
+                let_threads_sleep()
+            return commands[name](flags)
         case ["-h" | "--help"]:
             print(_USAGE)
             return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headrace.engine import EngineError, resolve_model
 from headrace.service.config import InvalidConfig, default_cache_dir, environment_doubts, load_config
+from headrace.service.drafting import make_draft
 from headrace.service.file_watch import UnusableFile
 from headrace.service.identity import Role, is_valid_name
 from headrace.service.lifecycle import EXIT_OK, EXIT_REFUSED, ModelSource, model_from_files
@@ -65,6 +66,11 @@ def pull(flags: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         return _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
     return EXIT_OK
+
+
+def draft(flags: Sequence[str]) -> int:
+    """``headrace draft``."""
+    return make_draft(flags, _refused)
 
 
 def token(flags: Sequence[str]) -> int:

@@ -45,6 +45,11 @@ class SpeculationSettings(BaseSettings):
         "distribution alone is the same; auto: coupled for requests that bring a seed, else rejection",
     )
 
+    draft_weight_dtype: Literal["same", "int8", "int4"] = Field(
+        "same",
+        description="as --weight-dtype, for the draft model: it gets faster, and the answers stay the same",
+    )
+
     def speculation_config(self, draft_path: Path | None = None) -> SpeculationConfig:
         """What the engine is told.
 
@@ -60,4 +65,5 @@ class SpeculationSettings(BaseSettings):
             num_speculative_tokens=self.num_speculative_tokens,
             max_speculative_tokens=self.max_speculative_tokens or max(8, self.num_speculative_tokens or 0),
             draft_sampling=DraftSampling(self.draft_sampling),
+            draft_weight_dtype=self.draft_weight_dtype,
         )

@@ -12,7 +12,16 @@ import typer
 from headrace.clients import bench_command, budget_command, cli_watch, tune_command
 from headrace.clients import cli_access as access
 from headrace.clients import cli_options as opt
-from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_with, hand_over, require_server, run
+from headrace.clients.cli_outcome import (
+    FAILED,
+    USAGE,
+    end_interrupted,
+    fail,
+    fail_with,
+    hand_over,
+    require_server,
+    run,
+)
 
 if TYPE_CHECKING:
     from headrace.clients.prompts import RequestOptions
@@ -65,6 +74,12 @@ def serve(context: typer.Context) -> None:
 def pull(context: typer.Context) -> None:
     """Fetch a model into the cache folder: `headrace pull NAME`. Needs the server extra."""
     hand_over("pull", context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
+def draft(context: typer.Context) -> None:
+    """Make a draft model for a model: `headrace draft MODEL --out DIR`. Needs the server extra."""
+    hand_over("draft", context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
@@ -165,10 +180,14 @@ def generate(
     if chat is False and system is not None:
         fail("--system needs a chat: leave out --raw", USAGE)
 
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        fail("the prompt is empty: give a text, or - for the one that stands on standard input", USAGE)
+
     from headrace.clients import oneshot  # noqa: PLC0415
 
     question = oneshot.Question(
-        text=sys.stdin.read() if prompt == "-" else prompt,
+        text=text,
         is_chat=True if system is not None else chat,
         system=system,
         options=options,
@@ -220,11 +239,14 @@ def chat(
     )
     from headrace.clients.chat import ChatProgram  # noqa: PLC0415
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415
+    from headrace.clients.interrupts import Interrupted  # noqa: PLC0415
 
     try:
         ChatProgram(target, options, system=system, connection=access.connection()).run()
     except HeadraceError as error:
         fail_with(error)
+    except Interrupted:
+        end_interrupted()
 
 
 @app.command(rich_help_panel="Talking to a server")

@@ -74,7 +74,14 @@ def load_draft(
     if path is None:
         return None
     common = _check_vocabulary(path, target, tokenizer)
-    model = replace(config.model, path=path, name="", max_model_len=None, cuda_graphs=False)
+    model = replace(
+        config.model,
+        path=path,
+        name="",
+        weight_dtype=config.speculation.draft_weight_dtype,
+        max_model_len=None,
+        cuda_graphs=False,
+    )
     loaded = load_decoder(model, device, progress)
     decoder, info = loaded.decoder, loaded.info
     placement = Placement(replace(config, model=model), decoder, info.max_model_len)

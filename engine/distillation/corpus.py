@@ -1,0 +1,138 @@
+"""The text that a draft model learns from, with what the target made of it, on disk, piece by piece.
+
+A piece is written whole or not at all, so work that was broken off goes on behind the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_PIECE = "piece-{:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some sequences, one after the other on one axis.
+
+    Args:
+        token_ids: (T,), int32.
+        hidden: (T, width), what the target's head makes each token's prediction from.
+        lengths: of the sequences, tokens; they sum to T.
+    """
+
+    token_ids: Tensor
+    hidden: Tensor
+    lengths: tuple[int, ...]
+
+
+class Corpus:
+    """A folder of pieces."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    @property
+    def num_pieces(self) -> int:
+        """How many there are: they are numbered from 0 on."""
+        return sum(1 for _ in self._paths())
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all pieces."""
+        return sum(sum(self._lengths(path)) for path in self._paths())
+
+    def add(self, piece: Piece) -> None:
+        """Write another piece behind the others."""
+        path = self._folder / _PIECE.format(self.num_pieces)
+        partial = path.with_suffix(".partial")
+        tensors = {"token_ids": piece.token_ids.contiguous(), "hidden": piece.hidden.contiguous()}
+        save_file(tensors, partial, metadata={"lengths": json.dumps(piece.lengths)})
+        partial.replace(path)
+
+    def read(self) -> Iterator[Piece]:
+        """Piece by piece, in order."""
+        for path in self._paths():
+            with safe_open(path, framework="pt") as file:
+                yield Piece(file.get_tensor("token_ids"), file.get_tensor("hidden"), self._lengths(path))
+
+    def _paths(self) -> Iterator[Path]:
+        number = 0
+        while (path := self._folder / _PIECE.format(number)).is_file():
+            yield path
+            number += 1
+
+    def _lengths(self, path: Path) -> tuple[int, ...]:
+        with safe_open(path, framework="pt") as file:
+            lengths: list[int] = json.loads(file.metadata()["lengths"])
+        return tuple(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence to learn.
+
+    Args:
+        token_ids: (T,), int64.
+        hidden: (T, width).
+    """
+
+    token_ids: Tensor
+    hidden: Tensor
+
+
+class Examples:
+    """All sequences of a corpus in memory, those of the last places kept back to judge by."""
+
+    def __init__(self, corpus: Corpus, *, held_back: float = 0.05) -> None:
+        every: list[Example] = []
+        for piece in corpus.read():
+            lengths = list(piece.lengths)
+            token_ids, hidden = (
+                torch.split(piece.token_ids.long(), lengths),
+                torch.split(piece.hidden, lengths),
+            )
+            parts = zip(token_ids, hidden, strict=True)
+            every += [Example(ids, states) for ids, states in parts if ids.shape[0] > 1]
+        num_back = max(1, round(held_back * len(every)))
+        self.learnt, self.held_back = every[:-num_back], every[-num_back:]
+
+    def most_frequent(self, count: int) -> Tensor:
+        """(C,), int64: the ids that are there most often, at most `count` of them, in ascending order."""
+        counts = torch.bincount(torch.cat([example.token_ids for example in self.learnt]))
+        present = int((counts > 0).sum())
+        return counts.topk(min(count, present)).indices.sort().values
+
+    def batches(self, num_tokens: int, epoch_seed: int) -> Iterator[list[Example]]:
+        """All learnt sequences once, in groups of about `num_tokens`, those of like length together.
+
+        Args:
+            epoch_seed: another order for each.
+        """
+        generator = torch.Generator().manual_seed(epoch_seed)
+        order = torch.randperm(len(self.learnt), generator=generator).tolist()
+        groups: list[list[Example]] = []
+        # Sorted in runs: like lengths share a group, and yet each epoch groups anew.
+        for start in range(0, len(order), 512):
+            run = sorted((self.learnt[i] for i in order[start : start + 512]), key=lambda e: len(e.token_ids))
+            groups += _grouped(run, num_tokens)
+        for place in torch.randperm(len(groups), generator=generator).tolist():
+            yield groups[place]
+
+
+def _grouped(examples: Sequence[Example], num_tokens: int) -> list[list[Example]]:
+    groups: list[list[Example]] = [[]]
+    for example in examples:
+        # Ascending lengths: padded, a group is as long as its last one.
+        if groups[-1] and (len(groups[-1]) + 1) * len(example.token_ids) > num_tokens:
+            groups.append([])
+        groups[-1].append(example)
+    return [group for group in groups if group]

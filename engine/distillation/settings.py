@@ -1,0 +1,106 @@
+"""What a draft model is made from and how, and how it goes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headrace.engine.errors import ConfigError
+
+MAX_LAYERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DistillationSettings:
+    """How a draft model is made (knowledge distillation, arXiv 1503.02531, on the target's own text).
+
+    Args:
+        target: folder of the model that it will propose tokens to.
+        output: folder that the draft model is written to; unfinished work lies in it, too.
+        num_layers: so many of the target's first layers it has.
+        text: files whose text it learns from; without any, the target writes the text itself.
+        num_corpus_tokens: how much text it learns from, tokens.
+        training_s: how long it learns, seconds on the clock.
+        max_sequence_len: longest piece of text that is learnt at once, tokens.
+        batch_tokens: tokens per update.
+        learning_rate: greatest one; it rises at first and falls to nothing in the end.
+        num_candidates: so many of the text's most frequent tokens are told apart while it learns; the others
+            follow from the likeness of the last layer's output, which is learnt as well.
+        seed: of everything that is drawn.
+    """
+
+    target: Path
+    output: Path
+    num_layers: int = 2
+    text: tuple[Path, ...] = ()
+    num_corpus_tokens: int = 400_000
+    training_s: float = 1500.0
+    max_sequence_len: int = 256
+    batch_tokens: int = 4096
+    learning_rate: float = 1e-3
+    num_candidates: int = 8192
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_layers", 1),
+            ("num_corpus_tokens", 1000),
+            ("max_sequence_len", 8),
+            ("batch_tokens", 8),
+            ("num_candidates", 2),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_layers={self.num_layers} is too large: use {MAX_LAYERS} or less")
+        for name in ("training_s", "learning_rate"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value} must be positive and finite")
+
+    def described(self) -> dict[str, object]:
+        """Everything that unfinished work hangs on: work begun under other settings is not gone on with."""
+        fields = asdict(self)
+        # More time may be given to what is begun.
+        for name in ("output", "training_s"):
+            del fields[name]
+        return {**fields, "target": str(self.target.resolve()), "text": [str(path) for path in self.text]}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """What a finished draft model is worth on text that it has not learnt from.
+
+    Args:
+        num_parameters: of the draft model, embedding and head included.
+        accepted_by_place: greedy, batch 1: how often a draft is kept by its place among those of a step,
+            given that it was proposed; one behind a refused draft counts as refused.
+        mean_accepted_length: tokens per step of the target, the one behind the drafts included.
+        plain_tokens_per_s: without the draft model.
+        drafted_tokens_per_s: with it, as many drafts as pay, and the weights of the draft model in eight bits
+            where the machine has kernels for them.
+    """
+
+    num_parameters: int
+    accepted_by_place: tuple[float, ...]
+    mean_accepted_length: float
+    plain_tokens_per_s: float
+    drafted_tokens_per_s: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast answers come."""
+        return self.drafted_tokens_per_s / self.plain_tokens_per_s
+
+
+class DistillationProgress(Protocol):
+    """Told how it goes."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` units of `stage` are through."""
+        ...
+
+    def note(self, text: str) -> None:
+        """A line for the reader."""
+        ...

@@ -1,0 +1,164 @@
+"""Teaches the draft model: to tell tokens apart as the target does, from an output like the target's own.
+
+Two losses: the cross-entropy of the target's distribution over the most frequent tokens, and the distance of
+the two models' last hidden states, which says something of all the others (as in EAGLE, arXiv 2401.15077).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from headrace.engine.distillation.corpus import Example, Examples
+from headrace.engine.distillation.settings import DistillationProgress, DistillationSettings
+from headrace.engine.distillation.student import Student
+
+_WARM_UP_UPDATES = 50
+_SAVE_EVERY_S = 60.0
+_HIDDEN_WEIGHT = 1.0
+_STAGE = "learning"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How like the target a draft model is, on sequences that it has not learnt from.
+
+    Args:
+        same_token: how often both hold the same token likeliest.
+        overlap: mean over places of the sum over tokens of the smaller of both probabilities: how often a
+            draft is kept, were it drawn at temperature 1 and judged by rejection sampling.
+    """
+
+    same_token: float
+    overlap: float
+
+
+class Lesson:
+    """A batch as tensors.
+
+    Args:
+        token_ids: (B, T), int64.
+        mask: (B, T), whether a place holds a token.
+        hidden: (B, T, width), the target's.
+    """
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.token_ids = pad_sequence([example.token_ids for example in examples], batch_first=True)
+        ones = [torch.ones(len(example.token_ids), dtype=torch.bool) for example in examples]
+        self.mask = pad_sequence(ones, batch_first=True)
+        self.hidden = pad_sequence([example.hidden for example in examples], batch_first=True)
+
+
+class Training:
+    """Updates a student until its time is over; may be broken off at any moment and gone on with.
+
+    Args:
+        student: what learns.
+        examples: what from.
+        checkpoint: file that its state is kept in from time to time.
+    """
+
+    def __init__(
+        self, student: Student, examples: Examples, settings: DistillationSettings, checkpoint: Path
+    ) -> None:
+        self._student, self._examples, self._settings = student, examples, settings
+        self._checkpoint = checkpoint
+        self._candidates = examples.most_frequent(settings.num_candidates)
+        self._rows = student.head_rows(self._candidates)
+        self._dtype = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
+        self._optimiser = torch.optim.AdamW(student.learning(), lr=settings.learning_rate, betas=(0.9, 0.98))
+        self._num_updates, self._spent_s, self._epoch = 0, 0.0, 0
+        self._restore()
+
+    def run(self, progress: DistillationProgress) -> None:
+        """Learn until the time is over."""
+        total_s, began_s, saved_s = self._settings.training_s, time.monotonic(), time.monotonic()
+        already_s = self._spent_s
+        try:
+            while self._spent_s < total_s:
+                loss, num_batches = 0.0, 0
+                epoch_seed = self._settings.seed + self._epoch
+                for group in self._examples.batches(self._settings.batch_tokens, epoch_seed):
+                    loss += self._update(Lesson(group))
+                    num_batches += 1
+                    self._spent_s = already_s + time.monotonic() - began_s
+                    progress(_STAGE, round(min(self._spent_s, total_s)), round(total_s))
+                    if time.monotonic() - saved_s > _SAVE_EVERY_S:
+                        self._save()
+                        saved_s = time.monotonic()
+                    if self._spent_s >= total_s:
+                        break
+                self._epoch += 1
+                judged = self.judge()
+                progress.note(
+                    f"pass {self._epoch} over the text: loss {loss / max(1, num_batches):.3f}; "
+                    f"of unseen text the same token {judged.same_token:.1%}, overlap {judged.overlap:.1%}"
+                )
+        finally:
+            self._save()
+
+    @torch.no_grad()
+    def judge(self) -> Judgement:
+        """How like the target the student is."""
+        num_places = same = overlap = 0.0
+        for example in self._examples.held_back:
+            lesson = Lesson([example])
+            theirs = F.linear(lesson.hidden.float(), self._rows).softmax(-1)
+            ours = F.linear(self._student.hidden(lesson.token_ids, lesson.mask), self._rows).softmax(-1)
+            same += float((theirs.argmax(-1) == ours.argmax(-1)).sum())
+            overlap += float(torch.minimum(theirs, ours).sum())
+            num_places += lesson.mask.numel()
+        return Judgement(same / num_places, overlap / num_places)
+
+    def _update(self, lesson: Lesson) -> float:
+        for group in self._optimiser.param_groups:
+            group["lr"] = self._settings.learning_rate * self._pace()
+        self._optimiser.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype is torch.bfloat16):
+            ours = self._student.hidden(lesson.token_ids, lesson.mask)[lesson.mask]
+            theirs = lesson.hidden[lesson.mask]
+            with torch.no_grad():
+                wanted = F.linear(theirs, self._rows).float().softmax(-1)
+            told = F.linear(ours, self._rows).float().log_softmax(-1)
+            likeness = F.smooth_l1_loss(ours.float(), theirs.float())
+        loss = -(wanted * told).sum(-1).mean() + _HIDDEN_WEIGHT * likeness
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._student.learning(), 1.0)
+        self._optimiser.step()
+        self._num_updates += 1
+        return float(loss)
+
+    def _pace(self) -> float:
+        """Share of the greatest learning rate: up within some updates, then down along a cosine."""
+        warm = min(1.0, (self._num_updates + 1) / _WARM_UP_UPDATES)
+        done = min(1.0, self._spent_s / self._settings.training_s)
+        return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def _save(self) -> None:
+        state = {
+            "student": self._student.state(),
+            "optimiser": self._optimiser.state_dict(),
+            "num_updates": self._num_updates,
+            "spent_s": self._spent_s,
+            "epoch": self._epoch,
+        }
+        partial = self._checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self._checkpoint)
+
+    def _restore(self) -> None:
+        if not self._checkpoint.is_file():
+            return
+        # Nothing but tensors and numbers is read: a checkpoint can't run code.
+        state = torch.load(self._checkpoint, weights_only=True)
+        self._student.restore(state["student"])
+        self._optimiser.load_state_dict(state["optimiser"])
+        self._num_updates, self._spent_s = state["num_updates"], state["spent_s"]
+        self._epoch = state["epoch"]
