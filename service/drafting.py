@@ -104,10 +104,10 @@ def _settings(arguments: argparse.Namespace, progress: _DraftProgress) -> Distil
 
 def _lines(report: DraftReport, folder: Path) -> list[str]:
     places = ", ".join(f"{share:.0%}" for share in report.accepted_by_place)
+    rates = f"{report.drafted_tokens_per_s:.0f} tokens/s, without it {report.plain_tokens_per_s:.0f}"
     return [
         f"{folder}: {report.num_parameters / 1e6:.1f} million parameters, embedding and head included",
         f"drafts kept, by place: {places}; {report.mean_accepted_length:.2f} tokens per step of the target",
-        f"one stream: {report.drafted_tokens_per_s:.0f} tokens/s, without it "
-        f"{report.plain_tokens_per_s:.0f}: {report.speed_up:.2f} x",
+        f"one stream: {rates}: {report.speed_up:.2f} x",
         f"use it: headrace serve --model … --draft-model {folder} --draft-weight-dtype int8",
     ]
