@@ -14,6 +14,7 @@ from headrace.clients.client import InferenceClient
 from headrace.clients.connection import ConnectionOptions
 from headrace.clients.errors import HeadraceError, InvalidArgument, NotFound
 from headrace.clients.events import Delta, Finished, FinishReason, Model
+from headrace.clients.interrupts import Interrupted, interruptible
 from headrace.clients.prompts import ChatMessage, RequestOptions
 
 HELP = """\
@@ -80,13 +81,14 @@ class ChatProgram:
 
         Raises:
             HeadraceError: nobody answers at the start, or no model there can chat.
+            Interrupted: Ctrl-C before the server has answered.
         """
         # One loop for all answers, run only while there is one: while a line is being typed the terminal
         # has the main thread, so that Ctrl-C at the prompt and Ctrl-C in an answer are two different things.
         with asyncio.Runner() as runner:
             resources = AsyncExitStack()
             try:
-                client = runner.run(self._open(resources))
+                client = runner.run(interruptible(self._open(resources)))
                 while (line := self._next_line()) is not None:
                     if line.startswith("/"):
                         if not self._command(line):
@@ -161,8 +163,9 @@ class ChatProgram:
     def _turn(self, runner: asyncio.Runner, client: InferenceClient, question: str) -> None:
         said: list[str] = []
         try:
-            runner.run(self._answer(client, question, said))
-        except KeyboardInterrupt:
+            # One more while the answer is being given up is no reason to give up the conversation.
+            runner.run(interruptible(self._answer(client, question, said), ends_at_second=False))
+        except Interrupted:
             self._console.print()
             self._note("Cancelled.")
         except HeadraceError as error:

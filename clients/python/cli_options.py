@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -232,6 +233,51 @@ Choices = Annotated[
         "--choice", metavar="TEXT", help="The answer is one of these; repeat it.", rich_help_panel=FORM
     ),
 ]
+
+
+_FLAGS = {
+    "sampling.allowed_token_ids": "--allow-token-id",
+    "sampling.banned_token_ids": "--ban-token-id",
+    "sampling.bad_words": "--bad-word",
+    "stop.strings": "--stop",
+    "stop.token_ids": "--stop-token-id",
+    "output.skip_special_tokens": "--special-tokens",
+    "constraint.choice.options": "--choice",
+    "constraint.choice": "--choice",
+    "text": "PROMPT",
+    "token_ids": "PROMPT",
+    "prompt": "PROMPT",
+    "chat.messages": "PROMPT",
+    "chat": "PROMPT",
+}
+"""Flags that are not called like the protocol's field; `--top-p` is, of ``sampling.top_p``."""
+_ALIKE = (
+    "sampling.(temperature|top_k|top_p|min_p|typical_p|seed|logit_bias|best_of)",
+    "sampling.(frequency_penalty|presence_penalty|repetition_penalty)",
+    "stop.(max_tokens|min_tokens|ignore_eos|include_stop)",
+    "output.(logprobs|prompt_logprobs|echo)",
+    "constraint.(json_schema|json_object|regex|grammar)",
+    "(n|model|time_limit|priority)",
+)
+_FIELD = re.compile(
+    # A field stands before a colon that begins what is said of it; one with a dot may stand anywhere.
+    r"(?<![\w.-])(?:(?P<path>[a-z_]+(?:\.[a-z_]+)+)(?:\[\d+\])?|(?:(?<=^)|(?<=; ))(?P<name>[a-z_]+)(?=: ))"
+)
+_ALIKE_FIELD = re.compile("|".join(pattern.replace(".", r"\.") for pattern in _ALIKE))
+
+
+def with_flags(message: str) -> str:
+    """What a server says of a request's fields, in the words of the command line."""
+
+    def flag(found: re.Match[str]) -> str:
+        field = (found["path"] or found["name"]).removesuffix(".ids")
+        if field in _FLAGS:
+            return _FLAGS[field]
+        if _ALIKE_FIELD.fullmatch(field):
+            return "--" + field.rpartition(".")[2].replace("_", "-")
+        return found[0]
+
+    return _FIELD.sub(flag, message)
 
 
 def text_or_file(given: str | None, option: str) -> str | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
+
+from headrace.clients.cli_options import with_flags
+from headrace.clients.interrupts import Interrupted, interruptible
 
 if TYPE_CHECKING:
     from headrace.clients.errors import HeadraceError
@@ -15,15 +19,26 @@ Result = TypeVar("Result")
 
 FAILED = 1
 USAGE = 2
+INTERRUPTED = 130
 
 
-def run(work: Coroutine[object, object, Result]) -> Result:
+def run(work: Coroutine[object, object, Result], *, status_of_ctrl_c: int = INTERRUPTED) -> Result:
+    """Do a command's work; a `HeadraceError` or Ctrl-C ends the command."""
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415
 
     try:
-        return asyncio.run(work)
+        return asyncio.run(interruptible(work))
     except HeadraceError as error:
         fail_with(error)
+    except Interrupted:
+        end_interrupted(status_of_ctrl_c)
+
+
+def end_interrupted(status: int = INTERRUPTED) -> NoReturn:
+    """End as a program does that Ctrl-C ends: below the line on which it was typed."""
+    if sys.stderr.isatty():
+        typer.echo(err=True)
+    raise typer.Exit(status)
 
 
 def hand_over(command: str, arguments: list[str]) -> NoReturn:
@@ -50,6 +65,8 @@ def fail_with(error: HeadraceError) -> NoReturn:
         # gRPC tells of every address that it tried; the last one says it all.
         message = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
         message += " (is a server running there? `headrace serve` starts one)"
+    if isinstance(error, errors.InvalidArgument):
+        message = with_flags(message)
     fail(message, USAGE if isinstance(error, errors.InvalidArgument) else FAILED)
 
 

@@ -82,10 +82,7 @@ def top(
                 connection=access.connection(),
             )
 
-    try:
-        run(watch())
-    except KeyboardInterrupt:
-        return  # how one leaves it
+    run(watch(), status_of_ctrl_c=0)  # how one leaves it
 
 
 def timeline(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import grpc
 
 from headrace.clients.errors import InvalidArgument, Unavailable
 from headrace.clients.retry import Attempts
+
+_SCHEMES_WITHOUT_PORT = frozenset({"unix", "unix-abstract", "vsock", "xds"})
+_ADDRESS = re.compile(r"(?:dns:)?(?:\[[0-9a-fA-F:.%\w]+\]|[^:\[\]]+):(?P<port>\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,10 @@ def open_channel(
     must be running.
 
     Raises:
-        InvalidArgument: what `options` say of TLS or the token can't be used.
+        InvalidArgument: `target` names no host or no port, or what `options` say of TLS or the token can't
+            be used.
     """
+    check_target(target)
     arguments: list[tuple[str, int | str]] = [
         ("grpc.keepalive_time_ms", round(options.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(options.keepalive_timeout_s * 1000)),
@@ -86,6 +92,29 @@ def open_channel(
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=arguments)
     return grpc.aio.secure_channel(target, credentials, options=arguments)
+
+
+def check_target(target: str) -> None:
+    """Check that a target says where to connect: gRPC would take port 443 where none is named.
+
+    Raises:
+        InvalidArgument: it names no host or no port.
+    """
+    scheme, colon, rest = target.partition(":")
+    if colon and scheme in _SCHEMES_WITHOUT_PORT:
+        return
+    addresses = rest.split(",") if colon and scheme in {"ipv4", "ipv6"} else [target.rpartition("/")[2]]
+    for address in addresses:
+        found = _ADDRESS.fullmatch(address)
+        if found is None:
+            host = address.removeprefix("dns:").rstrip(":")
+            if re.fullmatch(r"(:\d+)?", host):
+                host = "127.0.0.1"
+            elif ":" in host and not host.startswith("["):
+                host = f"[{host}]"
+            raise InvalidArgument(f"target {target!r} is no host with a port: write {host}:50051 or the like")
+        if not 1 <= int(found["port"]) <= 65535:
+            raise InvalidArgument(f"target {target!r}: a port is from 1 to 65535, got {found['port']}")
 
 
 def _credentials(

@@ -15,7 +15,7 @@ import pytest
 from headrace.v1 import generation_pb2
 from tests.support.fake_scripts import Accept, Say, Step, bad_request, fails, says
 from tests.support.fake_server import running_fake_server
-from tests.support.programs import HEADRACE, run_headrace, start_headrace
+from tests.support.programs import HEADRACE, headrace_on_terminal, run_headrace, start_headrace
 
 COMMANDS = ("generate", "chat", "health", "demo", "bench", "tune")
 NOBODY = "127.0.0.1:1"
@@ -264,7 +264,7 @@ async def test_a_refusal_is_one_line_that_names_the_fault() -> None:
     async with running_fake_server(default=refusal) as server:
         outcome = await run_headrace("generate", "hi", "-t", server.target, "--top-p", "0")
     assert outcome.status == 2
-    assert outcome.err == "headrace: sampling.top_p: must be above 0, got 0\n"
+    assert outcome.err == "headrace: --top-p: must be above 0, got 0\n"
 
 
 async def test_a_servers_fault_is_one_line_and_another_status() -> None:
@@ -276,12 +276,15 @@ async def test_a_servers_fault_is_one_line_and_another_status() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("generate", "hi", "--raw", "--seed", "-1"), "sampling.seed"),
+        (("generate", "hi", "--raw", "--seed", "-1"), "--seed: "),
         (("generate", "hi", "--raw", "--system", "x"), "--system needs a chat"),
         (("generate", "hi", "--max-tokens", "many"), "valid integer"),
         (("generate", "hi", "--logit-bias", "5"), "'5' is not of the form ID=BIAS"),
         (("generate", "hi", "--logit-bias", "x=1"), "--logit-bias"),
-        (("generate", "hi", "--raw", "--logit-bias", "-5=1"), "sampling.logit_bias"),
+        (("generate", "hi", "--raw", "--logit-bias", "-5=1"), "--logit-bias: "),
+        (("generate", ""), "the prompt is empty"),
+        (("generate", "hi", "-t", "127.0.0.1"), "'127.0.0.1' is no host with a port: write 127.0.0.1:50051"),
+        (("top", "-t", "::1"), "write [::1]:50051"),
         (("generate",), "Missing argument"),
         (("generate", "hi", "--modle", "x"), "--modle"),
         (("nonsense",), "nonsense"),
@@ -321,6 +324,30 @@ async def test_ctrl_c_ends_generate_and_cancels_the_request() -> None:
         await server.record.until(lambda record: len(record.cancelled) == 1)
     assert process.returncode == 130
     assert b"Traceback" not in err
+
+
+async def test_an_impatient_ctrl_c_ends_generate_without_a_word_below_the_answer() -> None:
+    async with (
+        running_fake_server(says_and_hangs) as server,
+        headrace_on_terminal("generate", "hi", "-t", server.target) as terminal,
+    ):
+        await terminal.until("one")
+        terminal.type("\x03\x03\x03")
+        assert await asyncio.wait_for(terminal.process.wait(), 60) == 130
+        await terminal.until("^C")
+    assert "Traceback" not in terminal.seen
+    assert "Error" not in terminal.seen
+
+
+async def test_after_ctrl_c_the_shells_prompt_stands_in_a_line_of_its_own() -> None:
+    async with (
+        running_fake_server(says_and_hangs) as server,
+        headrace_on_terminal("generate", "hi", "-t", server.target) as terminal,
+    ):
+        await terminal.until("one")
+        terminal.type("\x03")
+        await terminal.until("^C\r\n")
+        assert await asyncio.wait_for(terminal.process.wait(), 60) == 130
 
 
 async def test_a_reader_that_goes_away_ends_generate_quietly() -> None:

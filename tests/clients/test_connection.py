@@ -9,12 +9,45 @@ import socket
 import grpc
 import pytest
 
-from headrace.clients import InferenceClient, RetryPolicy, Unavailable
-from headrace.clients.connection import ConnectionOptions, open_channel, wait_until_connected
+from headrace.clients import InferenceClient, InvalidArgument, RetryPolicy, Unavailable
+from headrace.clients.connection import ConnectionOptions, check_target, open_channel, wait_until_connected
 from headrace.clients.retry import Attempts
 from tests.support.fake_server import running_fake_server
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.001, max_backoff_s=0.002)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("127.0.0.1:1", "localhost:50051", "my-host.name:5", "[::1]:5", "dns:///host:50", "dns:host:50"),
+        *("ipv4:1.2.3.4:5,1.2.3.5:6", "ipv6:[::1]:5", "unix:/path", "unix:///path", "unix-abstract:name"),
+    ],
+)
+def test_a_target_that_says_where_is_taken(target: str) -> None:
+    check_target(target)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("127.0.0.1", "write 127.0.0.1:50051"),
+        ("localhost", "write localhost:50051"),
+        ("host:", "write host:50051"),
+        (":50051", "write 127.0.0.1:50051"),
+        ("", "write 127.0.0.1:50051"),
+        ("::1", r"write \[::1\]:50051"),
+        ("[::1]", r"write \[::1\]:50051"),
+        ("dns:///host", "write host:50051"),
+        ("ipv4:1.2.3.4:5,1.2.3.5", "write 1.2.3.5:50051"),
+        ("host:0", "from 1 to 65535, got 0"),
+        ("host:65536", "from 1 to 65535, got 65536"),
+    ],
+)
+async def test_a_target_without_a_port_is_refused_and_not_taken_for_https(target: str, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        async with InferenceClient(target):
+            pass
 
 
 async def test_a_connection_is_waited_for() -> None:
