@@ -17,6 +17,7 @@ from headrace.engine import (
     OutputParams,
     RowStats,
     SamplingParams,
+    SpeculationParams,
     StepStats,
     StopConditions,
     Timings,
@@ -216,6 +217,14 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     assert parsed(start).sampling == SamplingParams(temperature=0.0, seed=7)
 
 
+def test_what_a_request_says_about_speculation_arrives() -> None:
+    said = SpeculationOptions(enabled=True, num_speculative_tokens=3)
+    assert parsed(make_start("a", speculation=said)).speculation == SpeculationParams(True, 3)
+    seeded = make_start("a", speculation=SpeculationOptions(num_speculative_tokens=0))
+    seeded.sampling.seed = 0
+    assert parsed(seeded).speculation == SpeculationParams(None, 0, has_own_seed=True)
+
+
 def test_fields_that_are_not_set_take_the_defaults() -> None:
     start = parsed(StartGeneration(request_id="a", text="x"))
     assert start.sampling == SamplingParams(seed=7)
@@ -290,7 +299,7 @@ def test_an_end_carries_usage_times_and_the_matched_id() -> None:
             index=0,
             reason=FinishReason.STOP,
             matched_stop=0,
-            usage=Usage(num_prompt_tokens=3, num_completion_tokens=4, num_cached_tokens=2),
+            usage=Usage(3, 4, num_cached_tokens=2, num_draft_tokens=6, num_accepted_draft_tokens=1),
             timings=Timings(0.25, 0.5, None, None),
             num_preemptions=6,
         )
@@ -302,6 +311,7 @@ def test_an_end_carries_usage_times_and_the_matched_id() -> None:
         4,
         2,
     )
+    assert (finished.usage.draft_tokens_proposed, finished.usage.draft_tokens_accepted) == (6, 1)
     assert seconds(finished.timings.queued) == 0.25
     assert not finished.timings.HasField("decode")
     assert finished.preemptions == 6
