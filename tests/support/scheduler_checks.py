@@ -24,7 +24,7 @@ class GuessingProposer:
     def note_time(self, seconds: float, num_drafts: int) -> None:
         raise AssertionError("nobody took any time to propose")
 
-    def offer(self, sequence: Sequence, most: int) -> tuple[float, ...]:
+    def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
         return (0.5,) * min(most, MAX_DRAFTS)
 
     def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
