@@ -38,7 +38,7 @@ from headrace.engine.errors import (
     Overloaded,
     RequestFailed,
 )
-from headrace.engine.loading import load_model, make_draft_model, resolve_model
+from headrace.engine.loading import check_model, load_model, make_draft_model, resolve_model
 from headrace.engine.outputs import (
     BlockCounts,
     FailureEvent,
@@ -145,6 +145,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Usage",
+    "check_model",
     "load_model",
     "make_draft_model",
     "resolve_model",

@@ -108,7 +108,9 @@ class AsyncEngine:
         return self._death is not None
 
     def seconds_since_progress(self) -> float:
-        """Heartbeat: 0 when there is nothing to do, else the time since the last finished step, seconds."""
+        """Heartbeat, seconds: 0 when there is nothing to do, else the time since the last finished step, or
+        since there is something to do if that came later.
+        """
         return 0.0 if self._idle.is_set() else time.monotonic() - self._last_progress_s
 
     async def __aenter__(self) -> Self:

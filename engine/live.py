@@ -229,9 +229,7 @@ class LiveRequest:
         # The prompt's own were told of the first that was made, which may not be among the best.
         prompt_logprobs = tuple(entry for event in self.held[0] for entry in event.prompt_logprobs)
         for place, (_, index, end) in enumerate(best):
-            whole = TokenEvent(place, (), "")
-            for event in self.held[index]:
-                whole = whole.plus(event)
+            whole = TokenEvent.joined([TokenEvent(place, (), ""), *self.held[index]])
             yield from told(whole._replace(prompt_logprobs=() if place else prompt_logprobs))
             yield replace(end, index=place)
 

@@ -25,6 +25,20 @@ def load_model(config: EngineConfig, progress: LoadProgress | None = None) -> Lo
     return load(config, progress)
 
 
+def check_model(path: Path) -> None:
+    """Check that a folder holds a model that can be served: its config.json, which weights there are, its
+    tokenizer. No weights are read.
+
+    Raises:
+        ModelLoadError: it holds none, or one that can't be served.
+    """
+    from headrace.engine.models.loader import check_folder
+    from headrace.engine.models.tokenizer import load_tokenizer
+
+    check_folder(path)
+    load_tokenizer(path)
+
+
 def resolve_model(spec: str, cache_dir: Path, progress: LoadProgress | None = None) -> Path:
     """Find, or fetch into the cache, what `spec` names. May take minutes: call it off the event loop.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from headrace.engine.errors import EngineError
@@ -93,14 +94,17 @@ class TokenEvent(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
-    def plus(self, later: TokenEvent) -> TokenEvent:
-        """This event and the next one of the same sequence as one."""
+    @staticmethod
+    def joined(events: Sequence[TokenEvent]) -> TokenEvent:
+        """Events of one sequence that follow each other, at least one, as one; linear in what they hold."""
+        if len(events) == 1:
+            return events[0]
         return TokenEvent(
-            self.index,
-            self.token_ids + later.token_ids,
-            self.text + later.text,
-            self.logprobs + later.logprobs,
-            self.prompt_logprobs + later.prompt_logprobs,
+            events[0].index,
+            tuple(chain.from_iterable(event.token_ids for event in events)),
+            "".join(event.text for event in events),
+            tuple(chain.from_iterable(event.logprobs for event in events)),
+            tuple(chain.from_iterable(event.prompt_logprobs for event in events)),
         )
 
 

@@ -38,23 +38,15 @@ class TokenStream:
         return self._num_open == 0
 
     def put(self, event: OutputEvent) -> None:
-        """Add an event; a token event joins the one before it. For the engine alone."""
-        last = self._slot[-1] if self._slot else None
-        if (
-            self._is_joining
-            and isinstance(event, TokenEvent)
-            and isinstance(last, TokenEvent)
-            and last.index == event.index
-        ):
-            self._slot[-1] = last.plus(event)
-        else:
-            self._slot.append(event)
+        """Add an event. For the engine alone."""
+        was_empty = not self._slot
+        self._slot.append(event)
         if isinstance(event, FinishEvent):
             self._num_open -= 1
         elif isinstance(event, FailureEvent):
             self._num_open = 0
         self._ready.set()
-        if last is None and self._listener is not None:
+        if was_empty and self._listener is not None:
             self._listener(self)
 
     @property
@@ -67,7 +59,7 @@ class TokenStream:
         self._is_joining = False
 
     def take(self, most_tokens: int | None = None) -> list[OutputEvent]:
-        """Fetch, without waiting, what there is since the last call.
+        """Fetch, without waiting, what there is since the last call; token events in a row are joined.
 
         Args:
             most_tokens: stop once so many tokens are fetched; those of one step come together, so there may
@@ -75,6 +67,8 @@ class TokenStream:
         """
         if most_tokens is None:
             events, self._slot = self._slot, []
+            if self._is_joining:
+                events = _joined(events)
         else:
             num_tokens = num_events = 0
             for event in self._slot:
@@ -103,6 +97,22 @@ class TokenStream:
             await self._ready.wait()
             for event in self.take():
                 yield event
+
+
+def _joined(events: list[OutputEvent]) -> list[OutputEvent]:
+    """The events, with each run of token events of one sequence as one."""
+    # Not event by event as they come: what waits long would be copied each time.
+    joined: list[OutputEvent] = []
+    run: list[TokenEvent] = []
+    for event in events:
+        if run and not (isinstance(event, TokenEvent) and event.index == run[0].index):
+            joined.append(TokenEvent.joined(run))
+            run = []
+        if isinstance(event, TokenEvent):
+            run.append(event)
+        else:
+            joined.append(event)
+    return [*joined, TokenEvent.joined(run)] if run else joined
 
 
 class StepWatch:

@@ -22,9 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        # Here, so that a missing extra is said in a sentence and not by a traceback.
+        # Here, so that a missing extra is said in a sentence and not by a traceback; and gRPC reads how much
+        # it may say when it is imported.
+        from headrace.service.config import let_threads_sleep, quiet_grpc  # noqa: PLC0415
+
+        quiet_grpc()
         from headrace.service.commands import draft, pull, serve, token  # noqa: PLC0415
-        from headrace.service.config import let_threads_sleep  # noqa: PLC0415
     except ModuleNotFoundError as error:
         print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
         return 2

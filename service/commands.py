@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.engine import EngineError, resolve_model
-from headrace.service.config import InvalidConfig, default_cache_dir, environment_doubts, load_config
+from headrace.engine import EngineError, check_model, resolve_model
+from headrace.service.config import InvalidConfig, cache_dir, environment_doubts, in_flags, load_config
 from headrace.service.drafting import make_draft
 from headrace.service.file_watch import UnusableFile
 from headrace.service.identity import Role, is_valid_name
@@ -43,7 +43,7 @@ def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
     try:
         code = asyncio.run(serve_until_stopped(config, source))
     except (BindError, EngineError, UnusableFile) as error:
-        code = _refused(str(error))
+        code = _refused(in_flags(str(error)))
     except ModuleNotFoundError as error:
         code = _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
     return _leave(code)
@@ -53,16 +53,16 @@ def pull(flags: Sequence[str]) -> int:
     """``headrace pull``."""
     parser = argparse.ArgumentParser("headrace pull", description="Fetch a model into the cache folder.")
     parser.add_argument("model", help="hf:org/name, or a known name such as smollm2-135m-instruct")
-    parser.add_argument(
-        "--cache", type=Path, default=default_cache_dir(), help="folder (default: %(default)s)"
-    )
+    parser.add_argument("--cache", type=Path, default=cache_dir(), help="folder (default: %(default)s)")
     arguments = parser.parse_args(flags)
     configure_logging("info", "auto")
     try:
         with ShownProgress() as progress:
-            print(resolve_model(arguments.model, arguments.cache, progress))
+            path = resolve_model(arguments.model, arguments.cache, progress)
+            check_model(path)
+            print(path)
     except EngineError as error:
-        return _refused(str(error))
+        return _refused(in_flags(str(error)))
     except ModuleNotFoundError as error:
         return _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
     return EXIT_OK

@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from inspect import cleandoc
 from pathlib import Path
 from tempfile import gettempdir
-from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import yaml
@@ -28,6 +26,7 @@ from pydantic_settings import (
 )
 
 from headrace.engine import CacheConfig, ConfigError, EngineConfig, ModelConfig
+from headrace.service.config_help import HelpFormatter
 from headrace.service.edge_settings import EdgeSettings
 from headrace.service.latency_settings import LatencySettings
 from headrace.service.limits import Limits
@@ -35,6 +34,8 @@ from headrace.service.scheduler_settings import SchedulerSettings
 from headrace.service.speculation_settings import SpeculationSettings
 
 _PREFIX = "HEADRACE_"
+_ENGINE_NAMES = {"memory_bytes": "kv_memory", "num_threads": "threads"}
+"""Settings of the engine that have another name here."""
 
 
 class InvalidConfig(Exception):
@@ -58,6 +59,11 @@ def default_cache_dir() -> Path:
         return Path.home() / ".cache" / "headrace"
     except RuntimeError:
         return Path(gettempdir()) / "headrace"
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept unless a flag says otherwise."""
+    return Path(os.environ.get(_variable("cache")) or default_cache_dir())
 
 
 class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, EdgeSettings):
@@ -205,7 +211,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
         return EngineConfig(
             model=ModelConfig(
                 path=path,
-                name=self.served_model_name,
+                name=self.served_model_name or self.hub_name,
                 dtype=self.dtype,
                 weight_dtype=self.weight_dtype,
                 max_model_len=self.max_model_len,
@@ -225,6 +231,12 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
             latency=self.latency_config(),
             speculation=self.speculation_config(draft_path),
         )
+
+    @property
+    def hub_name(self) -> str:
+        """The organisation and name of a model of the hub, whose folder is called by a hash; else empty."""
+        is_of_hub = self.model.startswith("hf:")
+        return self.model.removeprefix("hf:").partition("@")[0] if is_of_hub else ""
 
     def limits(self) -> Limits:
         """What requests are held to."""
@@ -246,9 +258,13 @@ def load_config(argv: Sequence[str]) -> ServiceConfig:
         InvalidConfig: one line for each thing that is wrong.
         SystemExit: --help was asked for, and given.
     """
+
+    class _Help(HelpFormatter):
+        cache_dir = cache_dir()
+
     values = _read_yaml(_config_path(argv))
     try:
-        flags = CliSettingsSource[argparse.ArgumentParser](ServiceConfig, formatter_class=_HelpFormatter)
+        flags = CliSettingsSource[argparse.ArgumentParser](ServiceConfig, formatter_class=_Help)
         return CliApp.run(ServiceConfig, cli_args=list(argv), cli_settings_source=flags, **values)
     except SettingsError as error:
         raise InvalidConfig(_flag_problem(str(error))) from error
@@ -266,6 +282,23 @@ def let_threads_sleep() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
+def quiet_grpc() -> None:
+    """Tell gRPC's core, before anything loads it, to keep its own lines to itself: they are no log lines of
+    ours, and what they tell of is told by whoever meets it. Who has set how much it says is left alone.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def in_flags(message: str) -> str:
+    """What the engine says of its settings, ``max_num_seqs=8``, in the words of the command line."""
+
+    def flag(found: re.Match[str]) -> str:
+        name = _ENGINE_NAMES.get(found[1], found[1])
+        return f"{_flag(name)}=" if name in ServiceConfig.model_fields else found[0]
+
+    return re.sub(r"(?<![\w-])([a-z]+(?:_[a-z]+)*)=", flag, message)
+
+
 def environment_doubts() -> Iterator[str]:
     """Name variables that look like ours and mean nothing: a misspelt one would be ignored silently."""
     known = [_variable(name) for name in ServiceConfig.model_fields]
@@ -274,43 +307,6 @@ def environment_doubts() -> Iterator[str]:
             nearest = get_close_matches(name, known, 1, cutoff=0.85)
             if nearest:
                 yield f"{name} is not known: did you mean {nearest[0]}?"
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Says what a value is in a user's words, not in Python's."""
-
-    _METAVARS = MappingProxyType(
-        {
-            "ByteSize": "SIZE",
-            "Path": "PATH",
-            "dict[str,float]": "NAME=SHARE",
-            "dict[int,float]": "PRIORITY=MS",
-            "float": "SECONDS",
-            "int": "N",
-            "str": "TEXT",
-        }
-    )
-
-    def _metavar_formatter(
-        self, action: argparse.Action, default_metavar: str
-    ) -> Callable[[int], tuple[str, ...]]:
-        written = super()._metavar_formatter(action, default_metavar)
-        words = dict(self._METAVARS)
-        if not action.dest.endswith("_s"):
-            words["float"] = "MS" if action.dest.endswith("_ms") else "SHARE"
-        return lambda size: tuple(words.get(word, word) for word in written(size))
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return super()._fill_text(cleandoc(text), width, indent)
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        text = super()._expand_help(action)
-        for unset in ("(default: null)", "(default: )", "(default factory: dict)"):
-            text = text.replace(unset, "")
-        text = text.replace("default factory: default_cache_dir", f"default: {default_cache_dir()}")
-        if action.metavar == "ByteSize":
-            text = re.sub(r"(?<=default: )\d+", lambda number: ByteSize(number[0]).human_readable(), text)
-        return text.rstrip()
 
 
 def _config_path(argv: Sequence[str]) -> Path | None:
@@ -352,7 +348,7 @@ def _problems(error: ValidationError, argv: Sequence[str], file: Mapping[str, ob
     for fault in error.errors():
         message = fault["msg"].removeprefix("Value error, ")
         if not fault["loc"]:
-            yield message
+            yield in_flags(message)
             continue
         name = str(fault["loc"][0])
         if fault["type"] == "missing":

@@ -13,6 +13,7 @@ from headrace.service.latency import latency_to_proto, targets_from_proto
 from headrace.service.serving import Serving
 from headrace.service.status import duration
 from headrace.service.telemetry import log
+from headrace.service.violations import duration_violations
 from headrace.v1 import control_pb2, control_pb2_grpc
 
 
@@ -58,6 +59,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
         """Finish what runs, take nothing new."""
+        wrong = tuple(duration_violations("grace", request.grace))
+        if wrong:
+            raise InvalidRequest(*wrong)
         grace_s = seconds(request.grace) if request.HasField("grace") else None
         if grace_s is not None and grace_s < 0:
             raise InvalidRequest.of("grace", f"must not be negative, got {grace_s:g} s")

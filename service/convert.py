@@ -45,6 +45,7 @@ from headrace.service.status import duration
 from headrace.service.unsupported import unknown_fields
 from headrace.service.violations import (
     chat_violations,
+    duration_violations,
     label_violations,
     text_violations,
     token_id_violations,
@@ -317,7 +318,10 @@ def seconds(span: Duration) -> float:
 
 def _time_limit_violations(start: generation_pb2.StartGeneration, limits: Limits) -> Iterator[FieldViolation]:
     limit_s = seconds(start.time_limit)
-    if start.HasField("time_limit") and not 0 < limit_s <= limits.max_request_s:
+    wrong = [*duration_violations("time_limit", start.time_limit)]
+    if wrong:
+        yield from wrong
+    elif start.HasField("time_limit") and not 0 < limit_s <= limits.max_request_s:
         yield FieldViolation(
             "time_limit", f"must be above 0 and at most {limits.max_request_s:g} s, got {limit_s:g} s"
         )

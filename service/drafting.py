@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.engine import DistillationSettings, DraftReport, EngineError, make_draft_model, resolve_model
-from headrace.service.config import default_cache_dir
+from headrace.service.config import cache_dir
 from headrace.service.lifecycle import EXIT_OK
 from headrace.service.progress import ShownProgress
 from headrace.service.telemetry import configure_logging, log
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache",
         type=Path,
-        default=default_cache_dir(),
+        default=cache_dir(),
         help="folder of fetched models (default: %(default)s)",
     )
     return parser

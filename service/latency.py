@@ -18,6 +18,7 @@ from headrace.engine import (
 from headrace.service.limits import Limits
 from headrace.service.status import duration
 from headrace.service.unsupported import unknown_fields
+from headrace.service.violations import duration_violations
 from headrace.v1 import control_pb2
 
 _NANOS = 1_000_000_000
@@ -73,13 +74,9 @@ def _class_to_proto(each: LatencyClass) -> control_pb2.LatencyClass:
 
 
 def _target_violations(name: str, span: Duration) -> Iterator[FieldViolation]:
-    # Both parts of a Duration are any integers on the wire.
-    if not -_NANOS < span.nanos < _NANOS or span.seconds * span.nanos < 0:
-        yield FieldViolation(
-            name,
-            f"is no valid Duration: nanos must be below {_NANOS} and of the sign of seconds, "
-            f"got {span.seconds} s and {span.nanos} ns",
-        )
+    wrong = [*duration_violations(name, span)]
+    if wrong:
+        yield from wrong
     elif not MIN_LATENCY_TARGET_S <= _seconds(span) <= MAX_LATENCY_TARGET_S:
         yield FieldViolation(
             name,

@@ -36,6 +36,7 @@ from headrace.service.progress import ShownProgress
 from headrace.service.server import Endpoint, Entrance, make_control_server, make_public_server
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.signals import StopSignals
+from headrace.service.tasks import begin, end
 from headrace.service.telemetry import log, log_loop_fault
 from headrace.service.text import TextWorkers
 
@@ -91,10 +92,13 @@ class _Service:
     async def run(self, source: ModelSource) -> int:
         """Ports first, then the model, then requests."""
         async with _listening(self._config, self._serving, self._health, self._drainer):
-            loading = asyncio.ensure_future(_in_thread(lambda: _load(self._config, source)))
-            if not await self._is_done_before_a_signal(loading):
-                log.info("stopped while loading")
-                return EXIT_OK
+            loading = asyncio.create_task(_in_thread(lambda: _load(self._config, source)))
+            try:
+                if not await self._is_done_before_a_signal(loading):
+                    log.info("stopped while loading")
+                    return EXIT_OK
+            finally:
+                await end(loading)
             model = loading.result()
             if self._config.generation_defaults == "neutral":
                 model = replace(model, info=replace(model.info, sampling_defaults=SamplingDefaults()))
@@ -104,8 +108,11 @@ class _Service:
 
     async def _run_engine(self, engine: AsyncEngine) -> int:
         warming = asyncio.create_task(_warm_up(engine))
-        if not await self._is_done_before_a_signal(warming):
-            return EXIT_OK
+        try:
+            if not await self._is_done_before_a_signal(warming):
+                return EXIT_OK
+        finally:
+            await end(warming)
         warming.result()
         limits = self._config.limits()
         texts = TextWorkers(self._config.text_threads, limits)
@@ -120,17 +127,18 @@ class _Service:
             texts.close()
 
     async def _until_the_end(self, engine: AsyncEngine) -> int:
-        dying = asyncio.create_task(engine.died())
+        dying = begin(engine.died(), "death-watch")
         stall_timeout_s = self._config.stall_timeout_s
-        watching = asyncio.create_task(
-            self._health.watch(engine, stall_timeout_s, min(_HEARTBEAT_S, stall_timeout_s / 2))
+        watching = begin(
+            self._health.watch(engine, stall_timeout_s, min(_HEARTBEAT_S, stall_timeout_s / 2)),
+            "health-watch",
         )
-        counting = asyncio.create_task(follow_steps(engine, self._serving.edge.metrics, time.monotonic))
-        hurrying = asyncio.create_task(self._stop.second())
+        counting = begin(follow_steps(engine, self._serving.edge.metrics, time.monotonic), "step-counter")
+        hurrying = begin(self._stop.second(), "second-signal")
         draining: asyncio.Task[int] | None = None
         try:
             if not await self._is_done_before_a_signal(dying):
-                draining = asyncio.create_task(self._drainer.drain())
+                draining = begin(self._drainer.drain(), "drain")
                 await asyncio.wait({draining, hurrying, dying}, return_when=asyncio.FIRST_COMPLETED)
             if dying.done():
                 log.critical("engine died", reason=str(dying.result()))
@@ -138,14 +146,15 @@ class _Service:
                 return EXIT_ENGINE_DIED
             return self._stop.exit_code
         finally:
-            for task in (dying, watching, counting, hurrying, *([draining] if draining else [])):
-                task.cancel()
+            await end(dying, watching, counting, hurrying, draining)
 
     async def _is_done_before_a_signal(self, task: asyncio.Future[Any]) -> bool:
-        stopping = asyncio.create_task(self._stop.first())
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        return task.done()
+        stopping = begin(self._stop.first(), "first-signal")
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return task.done()
+        finally:
+            await end(stopping)
 
 
 @asynccontextmanager
@@ -180,7 +189,7 @@ async def _listening(
     try:
         for listener in listeners:
             await listener.start()
-        watching += [asyncio.create_task(listener.watch()) for listener in listeners]
+        watching += [begin(listener.watch(), "port-watch") for listener in listeners]
         port, control_port = (listener.endpoint.port for listener in listeners)
         ports = {"port": port, "control_port": control_port}
         async with AsyncExitStack() as stack:
@@ -192,8 +201,7 @@ async def _listening(
             log.info("listening", host=config.host, **ports, pid=os.getpid())
             yield
     finally:
-        for task in watching:
-            task.cancel()
+        await end(*watching)
         await asyncio.gather(*(listener.stop(_FLUSH_S) for listener in listeners))
         await asyncio.to_thread(serving.edge.tracer.close)
         log.info("stopped")

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import grpc
 
 from headrace.service.server import BindError, Endpoint, bind
-from headrace.service.telemetry import log
+from headrace.service.tasks import begin
+from headrace.service.telemetry import log, places_of
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 _LOOK_EVERY_S = 1.0
@@ -55,12 +56,18 @@ class Listener:
         """Stand up again whenever the port no longer answers, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if not await self._answers():
-                await self._stand_up()
+            try:
+                if not await self._answers():
+                    await self._stand_up()
+            except Exception as error:
+                # Nobody else looks after the port: the next look tries again.
+                log.critical("a port can't be looked after", port=self.endpoint.port, **places_of(error))
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting; what runs has so long to end."""
         await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._fallen)))
+        # A shorter grace ends the longer one that a fallen server was given.
+        await asyncio.gather(*self._stopping)
 
     async def _answers(self) -> bool:
         host = _ANY_ADDRESS.get(self.endpoint.host, self.endpoint.host)
@@ -83,4 +90,4 @@ class Listener:
         fallen, self._server = self._server, fresh
         self._fallen.append(fallen)
         await fresh.start()
-        self._stopping.append(asyncio.create_task(fallen.stop(self._stream_grace_s)))
+        self._stopping.append(begin(fallen.stop(self._stream_grace_s), "fallen-port"))

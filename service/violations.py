@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 
 from headrace.engine import FieldViolation, ModelInfo
@@ -16,6 +17,17 @@ MAX_JSON_VALUES = 16_384
 """Of one conversation: template variables, tools' parameters and tool calls' arguments, at any depth."""
 MAX_JSON_DEPTH = 24
 """Unknown fields are searched to a depth of 64 messages; a JSON value's level takes two."""
+
+
+def duration_violations(field: str, span: Duration) -> Iterator[FieldViolation]:
+    """Name what makes a Duration one that protobuf does not allow."""
+    is_small = abs(span.nanos) < 1_000_000_000 and abs(span.seconds) <= 315_576_000_000
+    if not is_small or span.seconds * span.nanos < 0:
+        yield FieldViolation(
+            field,
+            "is no valid Duration: nanos must be from -999999999 to 999999999 and of the sign of seconds, "
+            f"seconds at most 315576000000 either way; got seconds={span.seconds}, nanos={span.nanos}",
+        )
 
 
 def label_violations(label: str, *, needs_label: bool) -> Iterator[FieldViolation]:

@@ -88,6 +88,18 @@ def load_decoder(
     return LoadedDecoder(decoder, info)
 
 
+def check_folder(folder: Path) -> None:
+    """Check what a model folder declares, and that it holds the tensors for it; reads no weights.
+
+    Raises:
+        ModelLoadError: it can't be served as it is.
+    """
+    _, spec = read_spec(folder)
+    with Checkpoint(folder) as checkpoint:
+        spec = _settle_head(spec, checkpoint)
+        checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
+
+
 def read_spec(folder: Path) -> tuple[JsonFields, DecoderSpec]:
     """Read what the config.json of a model folder declares; no weights.
 

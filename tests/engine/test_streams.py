@@ -1,6 +1,14 @@
 import asyncio
 
-from headrace.engine.outputs import FinishEvent, FinishReason, Timings, TokenEvent, Usage
+from headrace.engine.outputs import (
+    FinishEvent,
+    FinishReason,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
 from headrace.engine.sequence import RequestId
 from headrace.engine.streams import TokenStream
 
@@ -17,6 +25,15 @@ async def test_neighbouring_token_events_of_one_index_are_joined():
         stream.put(event)
     assert stream.take() == [TokenEvent(0, (1, 2, 3), "ab"), TokenEvent(1, (4,), "c"), END]
     assert stream.take() == []
+
+
+async def test_joining_keeps_everything_in_order_however_much_waits():
+    stream = make_stream()
+    top = tuple(TokenLogprobs(TokenLogprob(i, -1.0, 1), ()) for i in range(3))
+    stream.put(TokenEvent(0, (0,), "a", top[:1], top[1:]))
+    for i in range(1, 3):
+        stream.put(TokenEvent(0, (i,), "b", top[i : i + 1]))
+    assert stream.take() == [TokenEvent(0, (0, 1, 2), "abb", top, top[1:])]
 
 
 async def test_what_was_taken_is_never_joined_with_what_follows():

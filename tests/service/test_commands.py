@@ -8,6 +8,7 @@ import pytest
 
 from headrace.service.__main__ import main
 from headrace.service.commands import pull, serve
+from tests.support.tiny_models import write_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +39,33 @@ def test_what_cannot_be_pulled_is_one_line_and_exit_code_two(
     assert written.out == ""
     assert written.err.startswith("headrace: ")
     assert "Traceback" not in written.err
+
+
+def test_help_names_the_cache_that_is_in_effect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", "/elsewhere")
+    for command in (pull, serve):
+        with pytest.raises(SystemExit):
+            command(["--help"])
+        assert "(default: /elsewhere)" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_no_model_is_not_pulled(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    empty, whole = tmp_path / "empty", tmp_path / "whole"
+    empty.mkdir()
+    assert pull([str(empty)]) == 2
+    written = capfd.readouterr()
+    assert written.out == ""
+    assert "config.json" in written.err
+    write_tiny_llama(whole)
+    assert pull([str(whole)]) == 0
+    assert capfd.readouterr().out == f"{whole}\n"
+    (whole / "model.safetensors").unlink()
+    assert pull([str(whole)]) == 2
+    assert "holds no weights" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["grpc_reflection", "pydantic_settings", "structlog"])

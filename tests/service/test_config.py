@@ -9,10 +9,13 @@ from headrace.engine import BatchingPolicy
 from headrace.service.config import (
     InvalidConfig,
     ServiceConfig,
+    cache_dir,
     default_cache_dir,
     environment_doubts,
+    in_flags,
     let_threads_sleep,
     load_config,
+    quiet_grpc,
 )
 from headrace.service.limits import Limits
 
@@ -126,7 +129,7 @@ def test_times_are_finite(value: str) -> None:
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
     (problem,) = problems(*MODEL, "--max-num-seqs", "100", "--max-num-batched-tokens", "50")
-    assert "max_num_batched_tokens=50 is below max_num_seqs=100" in problem
+    assert "--max-num-batched-tokens=50 is below --max-num-seqs=100" in problem
     (problem,) = problems(*MODEL, "--kv-memory", "1GiB", "--num-blocks", "50")
     assert "leave one out" in problem
 
@@ -212,6 +215,39 @@ def test_the_defaults_of_flags_and_limits_agree() -> None:
     assert load_config(MODEL).limits() == Limits()
 
 
+def test_a_model_of_the_hub_is_called_by_its_name_and_not_by_a_hash() -> None:
+    def name_of(*argv: str) -> str:
+        return load_config(argv).engine_config(Path("/cache/snapshots/0123abc")).model.name
+
+    assert name_of("--model", "hf:org/model") == "org/model"
+    assert name_of("--model", "hf:org/model@main") == "org/model"
+    assert name_of("--model", "hf:org/model", "--served-model-name", "mine") == "mine"
+    assert name_of("--model", "folder") == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("dtype='x' is not known", "--dtype='x' is not known"),
+        ("memory_bytes=1 is too small, num_threads=0 too", "--kv-memory=1 is too small, --threads=0 too"),
+        ("a=b and --block-size=3 stay", "a=b and --block-size=3 stay"),
+    ],
+)
+def test_settings_are_told_as_flags(said: str, told: str) -> None:
+    assert in_flags(said) == told
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "NONE"), ("debug", "debug")])
+def test_grpc_keeps_its_lines_to_itself_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GRPC_VERBOSITY", given)
+    quiet_grpc()
+    assert os.environ["GRPC_VERBOSITY"] == kept
+
+
 def test_models_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert default_cache_dir() == Path("/somewhere/headrace")
@@ -220,6 +256,7 @@ def test_models_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch: p
     assert load_config(MODEL).cache == Path("/home/someone/.cache/headrace")
     monkeypatch.setenv("HEADRACE_CACHE", "/elsewhere")
     assert load_config(MODEL).cache == Path("/elsewhere")
+    assert cache_dir() == Path("/elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,13 @@ async def test_what_is_unfinished_at_the_end_of_the_grace_is_told_and_counted() 
     assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_negative_grace_is_refused_and_nothing_is_drained() -> None:
+@pytest.mark.parametrize(
+    "grace", [Duration(seconds=-1), Duration(seconds=-1, nanos=2_000_000_000), Duration(seconds=2, nanos=-1)]
+)
+async def test_a_grace_that_is_no_span_of_time_is_refused_and_nothing_is_drained(grace: Duration) -> None:
     async with running_service() as service:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await service.control.Drain(DrainRequest(grace=Duration(seconds=-1)))
+            await service.control.Drain(DrainRequest(grace=grace))
         assert await generate_ids(service, make_start()) == expected_output(PROMPT, 8)
     assert violated_fields(status_of(refusal.value)) == ["grace"]
 

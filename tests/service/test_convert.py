@@ -85,6 +85,8 @@ USER = ChatMessage(role="user", content="hi")
 # One line per way in which a field can be wrong: the request, and the field that the refusal names.
 BAD_FIELDS: list[tuple[StartGeneration, str]] = [
     (make_start("a", time_limit=Duration()), "time_limit"),
+    (make_start("a", time_limit=Duration(seconds=-1, nanos=2_000_000_000)), "time_limit"),
+    (make_start("a", time_limit=Duration(seconds=1, nanos=-1)), "time_limit"),
     (make_start("a", time_limit=Duration(seconds=-1)), "time_limit"),
     (make_start("a", time_limit=Duration(seconds=10**9)), "time_limit"),
     (make_start("a", constraint=Constraint(json_schema="")), "constraint.json_schema"),

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from functools import reduce
-
 import pytest
 
 from headrace.engine import TokenEvent
@@ -36,7 +34,7 @@ def test_pieces_are_small_in_order_and_together_the_whole(
 ) -> None:
     event = event_of(num_prompt, num_made, num_top)
     cut = list(pieces(event))
-    assert reduce(TokenEvent.plus, cut) == event
+    assert TokenEvent.joined(cut) == event
     assert all(size_of(piece) <= MAX_TOLD_AT_ONCE for piece in cut)
     assert (len(cut) == 1) == (size_of(event) <= MAX_TOLD_AT_ONCE)
     # The prompt comes before what follows it.
