@@ -91,6 +91,10 @@ class ModelLoadError(EngineError):
     """The model's files can't be served: missing, damaged, unsupported, or unlike their own description."""
 
 
+class DraftingFailed(EngineError):
+    """A draft model could not be made; the message says what is left and how to go on."""
+
+
 class EngineBug(Exception):
     """Root of the errors that mean the engine's own state is wrong: the loop ends on them."""
 

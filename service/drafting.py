@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from headrace.engine import DistillationSettings, DraftReport, EngineError, make_draft_model, resolve_model
 from headrace.service.config import cache_dir
@@ -13,6 +15,18 @@ from headrace.service.progress import ShownProgress
 from headrace.service.telemetry import configure_logging, log
 
 _EXIT_INTERRUPTED = 130
+
+
+class _Misuse(Exception):
+    """Arguments that don't fit together."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser`."""
+        raise _Misuse(message)
 
 
 class _DraftProgress(ShownProgress):
@@ -33,11 +47,16 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
     Returns:
         Exit code.
     """
-    arguments = _parser().parse_args(flags)
     configure_logging("info", "auto")
     try:
+        arguments = _parser().parse_args(flags)
+        # What is wrong with the settings is told before anything is fetched.
+        settings = _settings(arguments)
         with _DraftProgress() as progress:
-            report = make_draft_model(_settings(arguments, progress), progress)
+            target = resolve_model(arguments.model, arguments.cache, progress)
+            report = make_draft_model(replace(settings, target=target), progress)
+    except _Misuse as error:
+        return refused(f"{error}: see headrace draft --help")
     except EngineError as error:
         return refused(str(error))
     except ModuleNotFoundError as error:
@@ -45,16 +64,17 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
     except KeyboardInterrupt:
         log.info("broken off: the same command goes on from here", folder=str(arguments.out))
         return _EXIT_INTERRUPTED
-    for line in _lines(report, arguments.out):
+    for line in _lines(report, arguments.model, arguments.out):
         print(line)
     return EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "headrace draft",
         description="Make a draft model: the target's first layers, taught on text that the target writes "
-        "itself. What was broken off is gone on with by the same command.",
+        "itself. What was broken off is gone on with by the same command; more --minutes may be given to it. "
+        "The folder `distillation` within the draft model's is only for that: delete it when you are done.",
     )
     parser.add_argument("model", help="the target, as for `headrace serve --model`")
     parser.add_argument("--out", type=Path, required=True, help="folder for the draft model")
@@ -80,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         default=25.0,
         help="how long it learns, text not counted (default: %(default)s)",
     )
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=1e-3,
+        help="greatest one, less if it goes astray (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
     parser.add_argument(
         "--cache",
@@ -90,24 +116,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(arguments: argparse.Namespace, progress: _DraftProgress) -> DistillationSettings:
+def _settings(arguments: argparse.Namespace) -> DistillationSettings:
     return DistillationSettings(
-        target=resolve_model(arguments.model, arguments.cache, progress),
+        target=Path(arguments.model),
         output=arguments.out,
         num_layers=arguments.layers,
         text=tuple(arguments.text),
         num_corpus_tokens=arguments.corpus_tokens,
         training_s=60 * arguments.minutes,
+        learning_rate=arguments.learning_rate,
         seed=arguments.seed,
     )
 
 
-def _lines(report: DraftReport, folder: Path) -> list[str]:
+def _lines(report: DraftReport, model: str, folder: Path) -> list[str]:
     places = ", ".join(f"{share:.0%}" for share in report.accepted_by_place)
     rates = f"{report.drafted_tokens_per_s:.0f} tokens/s, without it {report.plain_tokens_per_s:.0f}"
+    flags = f"--draft-model {folder}"
+    if report.draft_weight_dtype != "same":
+        flags += f" --draft-weight-dtype {report.draft_weight_dtype}"
     return [
         f"{folder}: {report.num_parameters / 1e6:.1f} million parameters, embedding and head included",
         f"drafts kept, by place: {places}; {report.mean_accepted_length:.2f} tokens per step of the target",
         f"one stream: {rates}: {report.speed_up:.2f} x",
-        f"use it: headrace serve --model … --draft-model {folder} --draft-weight-dtype int8",
+        f"use it: headrace serve --model {model} {flags}",
+        f"{folder / 'distillation'} is only for going on with it: delete it when you are done",
     ]

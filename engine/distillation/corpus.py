@@ -15,6 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.engine.distillation.whole_files import write_whole
+from headrace.engine.errors import ConfigError
+
 _PIECE = "piece-{:05d}.safetensors"
 
 
@@ -51,12 +54,15 @@ class Corpus:
         return sum(sum(self._lengths(path)) for path in self._paths())
 
     def add(self, piece: Piece) -> None:
-        """Write another piece behind the others."""
+        """Write another piece behind the others.
+
+        Raises:
+            DraftingFailed: there is no room for it; the others are kept.
+        """
         path = self._folder / _PIECE.format(self.num_pieces)
-        partial = path.with_suffix(".partial")
         tensors = {"token_ids": piece.token_ids.contiguous(), "hidden": piece.hidden.contiguous()}
-        save_file(tensors, partial, metadata={"lengths": json.dumps(piece.lengths)})
-        partial.replace(path)
+        metadata = {"lengths": json.dumps(piece.lengths)}
+        write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
     def read(self) -> Iterator[Piece]:
         """Piece by piece, in order."""
@@ -90,7 +96,14 @@ class Example:
 
 
 class Examples:
-    """All sequences of a corpus in memory, those of the last places kept back to judge by."""
+    """All sequences of a corpus in memory, those of the last places kept back to judge by.
+
+    Args:
+        held_back: share that is kept back; nothing that is kept back is learnt, though it be there twice.
+
+    Raises:
+        ConfigError: too little is there to keep something back.
+    """
 
     def __init__(self, corpus: Corpus, *, held_back: float = 0.05) -> None:
         every: list[Example] = []
@@ -103,7 +116,14 @@ class Examples:
             parts = zip(token_ids, hidden, strict=True)
             every += [Example(ids, states) for ids, states in parts if ids.shape[0] > 1]
         num_back = max(1, round(held_back * len(every)))
-        self.learnt, self.held_back = every[:-num_back], every[-num_back:]
+        self.held_back = every[-num_back:]
+        unseen = {tuple(example.token_ids.tolist()) for example in self.held_back}
+        self.learnt = [example for example in every if tuple(example.token_ids.tolist()) not in unseen]
+        if not self.learnt:
+            raise ConfigError(
+                f"the text holds {len(every)} pieces of more than one token, too few different ones to learn "
+                "from some and judge by the others: give it more text"
+            )
 
     def most_frequent(self, count: int) -> Tensor:
         """(C,), int64: the ids that are there most often, at most `count` of them, in ascending order."""

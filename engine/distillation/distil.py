@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,14 +25,15 @@ from headrace.engine.distillation.settings import DistillationProgress, Distilla
 from headrace.engine.distillation.student import Student
 from headrace.engine.distillation.target import Teacher
 from headrace.engine.distillation.training import Training
+from headrace.engine.distillation.whole_files import write_whole
 from headrace.engine.distillation.writing import Writer
 from headrace.engine.errors import ConfigError
+from headrace.engine.models.checkpoint import CONFIG_FILE
 from headrace.engine.models.loader import read_spec
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.native.kit import native_kit
+from headrace.engine.outputs import SpeculationTotals
 from headrace.engine.runner.loading import load
-
-_log = logging.getLogger(__name__)
 
 WORK_FOLDER = "distillation"
 SETTINGS_FILE = "settings.json"
@@ -43,7 +44,7 @@ _BATCH_ROWS = 64
 _JUDGED_DRAFTS = 4
 _JUDGED_PROMPTS = 8
 _JUDGED_TOKENS = 96
-_WRITING, _LESSONS, _JUDGING = "writing text", "preparing lessons", "measuring"
+_WRITING, _JUDGING = "gathering text", "measuring"
 
 
 def distil(settings: DistillationSettings, progress: DistillationProgress) -> DraftReport:
@@ -54,6 +55,7 @@ def distil(settings: DistillationSettings, progress: DistillationProgress) -> Dr
 
     Raises:
         ConfigError: the settings don't suit the target, or the folder holds other work.
+        DraftingFailed: learning went astray, or there is no room for the files.
         ModelLoadError: the target can't be loaded.
     """
     work = settings.output / WORK_FOLDER
@@ -63,21 +65,22 @@ def distil(settings: DistillationSettings, progress: DistillationProgress) -> Dr
     _claim(work, settings)
     corpus = Corpus(work)
     _fill_corpus(corpus, settings, progress)
-    training = Training(student, Examples(corpus), settings, work / _CHECKPOINT_FILE)
-    training.run(progress)
+    examples = Examples(corpus)
+    Training(student, examples, settings, work / _CHECKPOINT_FILE).run(progress)
     student.save(settings.output)
-    report = _measured(settings, student.num_parameters, progress)
-    (settings.output / REPORT_FILE).write_text(_as_json(report), encoding="utf-8")
+    report = _measured(settings, _beginnings(examples), student.num_parameters, progress)
+    text = _as_json(report)
+    write_whole(settings.output / REPORT_FILE, lambda path: _write_text(path, text))
     return report
 
 
 def _claim(work: Path, settings: DistillationSettings) -> None:
-    """Take the folder, unless it holds work of other settings."""
-    described = json.loads(json.dumps(settings.described()))
-    file = work / SETTINGS_FILE
+    """Take the folder, unless it holds something else."""
+    described = json.loads(json.dumps({**settings.described(), "text_digests": _digests(settings.text)}))
+    file, output = work / SETTINGS_FILE, settings.output
     if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
-        others = sorted(name for name in described if found.get(name) != described[name])
+        found = _read_settings(file)
+        others = [name for name in described if found.get(name) != described[name]]
         if others:
             name = others[0]
             raise ConfigError(
@@ -85,16 +88,63 @@ def _claim(work: Path, settings: DistillationSettings) -> None:
                 "go on with the same settings, name another folder, or delete this one"
             )
         return
-    work.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    if work.is_dir() and any(work.iterdir()):
+        raise ConfigError(f"{work} holds work without {SETTINGS_FILE}: delete it, or name another folder")
+    # One that was made here may be made anew, though its work is gone.
+    if (output / CONFIG_FILE).is_file() and not (output / REPORT_FILE).is_file():
+        raise ConfigError(f"{output} holds a model that is no draft model made here: name another folder")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{output} can't be made a folder: {error.strerror}") from error
+    write_whole(file, lambda path: _write_text(path, json.dumps(described, indent=2) + "\n"))
+
+
+def _read_settings(file: Path) -> dict[str, object]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} can't be read: {error}: delete {file.parent}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _digests(paths: Sequence[Path]) -> list[str]:
+    """Of what the files hold: work that was begun with other text is not gone on with."""
+    digests = []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    return digests
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _fill_corpus(corpus: Corpus, settings: DistillationSettings, progress: DistillationProgress) -> None:
+    num_there = corpus.num_tokens
+    if num_there < settings.num_corpus_tokens:
+        make = _read_texts if settings.text else _written_texts
+        with closing(make(settings, corpus)) as source:
+            num_there = _add_pieces(corpus, source, settings, progress)
+    if num_there == 0:
+        raise ConfigError("there is no text to learn from: the files given are empty")
+    if num_there < settings.num_corpus_tokens:
+        of = f"{num_there} of {settings.num_corpus_tokens} tokens"
+        progress.note(f"the text ends after {of}: that is what is learnt from")
+
+
+def _add_pieces(
+    corpus: Corpus,
+    source: Iterator[tuple[int, ...]],
+    settings: DistillationSettings,
+    progress: DistillationProgress,
+) -> int:
+    """Add pieces until there is enough or the source ends; gives how many tokens there are."""
     num_wanted, num_there = settings.num_corpus_tokens, corpus.num_tokens
-    if num_there >= num_wanted:
-        return
-    num_pieces = corpus.num_pieces
-    source = _read_texts(settings, num_there) if settings.text else _written_texts(settings, num_pieces)
     teacher: Teacher | None = None
     while num_there < num_wanted:
         sequences = _taken(source, min(_PIECE_TOKENS, num_wanted - num_there), num_there, settings, progress)
@@ -105,10 +155,7 @@ def _fill_corpus(corpus: Corpus, settings: DistillationSettings, progress: Disti
         token_ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int32)
         corpus.add(Piece(token_ids, teacher.hidden(sequences), lengths))
         num_there += sum(lengths)
-    if corpus.num_tokens == 0:
-        raise ConfigError("there is no text to learn from: the files given are empty")
-    if num_there < num_wanted:
-        progress.note(f"the text ends after {num_there} of {num_wanted} tokens: that is what is learnt from")
+    return num_there
 
 
 def _taken(
@@ -132,31 +179,37 @@ def _taken(
     return taken
 
 
-def _written_texts(settings: DistillationSettings, num_pieces: int) -> Iterator[tuple[int, ...]]:
+def _written_texts(settings: DistillationSettings, corpus: Corpus) -> Generator[tuple[int, ...]]:
+    """What the target makes up."""
     config = _engine_config(settings.target, _BATCH_ROWS)
     model = load(config)
     try:
         # What is there was drawn from other seeds.
-        writer = Writer(model, config, settings.seed + 1000 * num_pieces)
+        writer = Writer(model, config, settings.seed + 1000 * corpus.num_pieces)
         yield from writer.texts(settings.max_sequence_len)
     finally:
         model.runner.close()
 
 
-def _read_texts(settings: DistillationSettings, num_there: int) -> Iterator[tuple[int, ...]]:
-    """The given files, cut to pieces of the greatest length, behind the first `num_there` tokens."""
+def _read_texts(settings: DistillationSettings, corpus: Corpus) -> Generator[tuple[int, ...]]:
+    """The given files, cut to pieces of the greatest length, behind those that the corpus has."""
+    num_there = corpus.num_tokens
     tokenizer = load_tokenizer(settings.target)
+    _, spec = read_spec(settings.target)
+    max_len = min(settings.max_sequence_len, spec.default_len)
     for path in settings.text:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} can't be read as UTF-8 text: {error}") from error
         token_ids = tokenizer.encode(text, add_special_tokens=False)
-        for start in range(0, len(token_ids), settings.max_sequence_len):
-            sequence = tuple(token_ids[start : start + settings.max_sequence_len])
+        for start in range(0, len(token_ids), max_len):
+            sequence = tuple(token_ids[start : start + max_len])
+            if len(sequence) < 2:
+                continue
             if num_there > 0:
                 num_there -= len(sequence)
-            elif len(sequence) > 1:
+            else:
                 yield sequence
 
 
@@ -169,11 +222,13 @@ def _engine_config(target: Path, num_rows: int) -> EngineConfig:
 
 
 def _measured(
-    settings: DistillationSettings, num_parameters: int, progress: DistillationProgress
+    settings: DistillationSettings,
+    prompts: Sequence[tuple[int, ...]],
+    num_parameters: int,
+    progress: DistillationProgress,
 ) -> DraftReport:
     """Let the target answer, one prompt at a time, with the draft model and without."""
     plain = _engine_config(settings.target, 1)
-    prompts = _prompts(settings)
     kit = native_kit()
     narrow = "int8" if kit is not None and kit.linears.suits_quantised() else "same"
     drafting = SpeculationConfig(Speculation.DRAFT_MODEL, settings.output, draft_weight_dtype=narrow)
@@ -181,11 +236,10 @@ def _measured(
     progress(_JUDGING, 0, 3)
     plain_rate, _ = _rate_of(plain, prompts)
     progress(_JUDGING, 1, 3)
-    _, writer = _rate_of(replace(plain, speculation=fixed), prompts)
+    _, totals = _rate_of(replace(plain, speculation=fixed), prompts)
     progress(_JUDGING, 2, 3)
     drafted_rate, _ = _rate_of(replace(plain, speculation=drafting), prompts)
     progress(_JUDGING, 3, 3)
-    totals = writer.core.load.totals.speculation
     places = zip(totals.accepted_by_place, totals.drafted_by_place, strict=True)
     return DraftReport(
         num_parameters=num_parameters,
@@ -193,30 +247,29 @@ def _measured(
         mean_accepted_length=totals.mean_accepted_length,
         plain_tokens_per_s=plain_rate,
         drafted_tokens_per_s=drafted_rate,
+        draft_weight_dtype=narrow,
     )
 
 
-def _rate_of(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> tuple[float, Writer]:
+def _rate_of(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> tuple[float, SpeculationTotals]:
+    """Tokens per second, and what came of the drafts."""
     model = load(config)
     try:
         writer = Writer(model, config, seed=0)
         writer.greedy_answers(prompts[:1], 16)
-        began_s = time.perf_counter()
+        num_tokens, began_s = 0, time.perf_counter()
         for prompt in prompts:
-            writer.greedy_answers([prompt], _JUDGED_TOKENS)
-        return len(prompts) * _JUDGED_TOKENS / (time.perf_counter() - began_s), writer
+            (answer,) = writer.greedy_answers([prompt], _JUDGED_TOKENS)
+            num_tokens += len(answer) - len(prompt)
+        return num_tokens / (time.perf_counter() - began_s), writer.core.load.totals.speculation
     finally:
         model.runner.close()
 
 
-def _prompts(settings: DistillationSettings) -> list[tuple[int, ...]]:
-    """Beginnings that were not learnt from."""
-    unseen = replace(settings, seed=settings.seed + 500)
-    if settings.text:
-        held_back = Examples(Corpus(settings.output / WORK_FOLDER)).held_back
-        return [tuple(example.token_ids[:48].tolist()) for example in held_back[:_JUDGED_PROMPTS]]
-    texts = _written_texts(unseen, 0)
-    return [text[: max(2, len(text) // 2)] for text in islice(texts, _JUDGED_PROMPTS)]
+def _beginnings(examples: Examples) -> list[tuple[int, ...]]:
+    """Prompts from text that was not learnt from."""
+    texts = [tuple(example.token_ids.tolist()) for example in examples.held_back]
+    return [text[: max(1, len(text) // 2)] for text in texts[:_JUDGED_PROMPTS]]
 
 
 def _as_json(report: DraftReport) -> str:
@@ -227,5 +280,6 @@ def _as_json(report: DraftReport) -> str:
         "plain_tokens_per_s": round(report.plain_tokens_per_s, 1),
         "drafted_tokens_per_s": round(report.drafted_tokens_per_s, 1),
         "speed_up": round(report.speed_up, 3),
+        "draft_weight_dtype": report.draft_weight_dtype,
     }
     return json.dumps(fields, indent=2) + "\n"

@@ -9,6 +9,7 @@ from typing import Protocol
 from headrace.engine.errors import ConfigError
 
 MAX_LAYERS = 64
+MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class DistillationSettings:
         for name, least in (
             ("num_layers", 1),
             ("num_corpus_tokens", 1000),
+            ("seed", 0),
             ("max_sequence_len", 8),
             ("batch_tokens", 8),
             ("num_candidates", 2),
@@ -54,6 +56,13 @@ class DistillationSettings:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"num_layers={self.num_layers} is too large: use {MAX_LAYERS} or less")
+        if self.seed > MAX_SEED:
+            raise ConfigError(f"seed={self.seed} is too large: use {MAX_SEED} or less")
+        if self.batch_tokens < self.max_sequence_len:
+            raise ConfigError(
+                f"batch_tokens={self.batch_tokens} has no room for a sequence of "
+                f"max_sequence_len={self.max_sequence_len}"
+            )
         for name in ("training_s", "learning_rate"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
@@ -62,10 +71,14 @@ class DistillationSettings:
     def described(self) -> dict[str, object]:
         """Everything that unfinished work hangs on: work begun under other settings is not gone on with."""
         fields = asdict(self)
-        # More time may be given to what is begun.
-        for name in ("output", "training_s"):
+        # What is begun may be given more time, and learn at another rate.
+        for name in ("output", "training_s", "learning_rate"):
             del fields[name]
-        return {**fields, "target": str(self.target.resolve()), "text": [str(path) for path in self.text]}
+        return {
+            **fields,
+            "target": str(self.target.resolve()),
+            "text": [str(path.resolve()) for path in self.text],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +91,9 @@ class DraftReport:
             given that it was proposed; one behind a refused draft counts as refused.
         mean_accepted_length: tokens per step of the target, the one behind the drafts included.
         plain_tokens_per_s: without the draft model.
-        drafted_tokens_per_s: with it, as many drafts as pay, and the weights of the draft model in eight bits
-            where the machine has kernels for them.
+        drafted_tokens_per_s: with it, and as many drafts as pay.
+        draft_weight_dtype: how the draft model kept its weights meanwhile: "int8" where the machine has
+            kernels for that, else "same".
     """
 
     num_parameters: int
@@ -87,6 +101,7 @@ class DraftReport:
     mean_accepted_length: float
     plain_tokens_per_s: float
     drafted_tokens_per_s: float
+    draft_weight_dtype: str = "same"
 
     @property
     def speed_up(self) -> float:

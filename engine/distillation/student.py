@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as tell
 
-from headrace.engine.errors import ConfigError, ModelLoadError
+from headrace.engine.errors import ConfigError, DraftingFailed, ModelLoadError
+from headrace.engine.models.loader import read_spec
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,6 +33,9 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+_LISTED_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Settings of an architecture that hold an entry for each layer."""
+
 
 class Student:
     """A model that learns.
@@ -40,15 +47,30 @@ class Student:
 
     def __init__(self, target: Path, num_layers: int) -> None:
         self._target = target
-        config = _cut_config(target, num_layers)
+        _, self._spec = read_spec(target)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ValueError, KeyError) as error:
+            config = _cut_config(target, num_layers)
+            with _quiet():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    str(target),
+                    config=config,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+        except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(f"transformers makes no smaller model of {target}: {error}") from error
-        self.model: PreTrainedModel = model
-        _fill(model, target)
+        model, told = loaded
+        if faults := sorted(map(str, {*told["missing_keys"], *told["mismatched_keys"]})):
+            raise ModelLoadError(f"{target} has no tensor {faults[0]} as its first layers need it")
+        # Nothing is dropped at random: it learns too shortly to learn anything by heart.
+        self.model: PreTrainedModel = model.eval()
         self._body: nn.Module = model.base_model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        # A head that is stored beside the embedding it should be tied to, and differs from it, counts.
+        model.config.tie_word_embeddings = head.weight is embedding.weight
         for frozen in (embedding, head):
             frozen.requires_grad_(False)
         self._head: Tensor = head.weight
@@ -65,6 +87,20 @@ class Student:
     def head_rows(self, token_ids: Tensor) -> Tensor:
         """(C, width): the head's rows of some tokens."""
         return self._head[token_ids]
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """What the head makes of `hidden`, the target's as well as its own, for some tokens.
+
+        Args:
+            hidden: (..., width).
+            rows: (C, width), see `head_rows`.
+
+        Returns:
+            (..., C), fp32.
+        """
+        logits = F.linear(hidden.to(rows.dtype), rows).float() / self._spec.logits_divisor
+        cap = self._spec.logits_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def hidden(self, token_ids: Tensor, mask: Tensor) -> Tensor:
         """What its head gets.
@@ -95,29 +131,39 @@ class Student:
                 parameters[name].copy_(value)
 
     def save(self, folder: Path) -> None:
-        """Write a model folder that any loader takes, in bfloat16, with the target's tokenizer."""
-        folder.mkdir(parents=True, exist_ok=True)
-        learnt = self.model.state_dict()
-        config = self.model.config
-        saved = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        saved.load_state_dict(learnt)
-        saved.save_pretrained(folder)
-        for name in _TOKENIZER_FILES:
-            if (self._target / name).is_file():
-                shutil.copyfile(self._target / name, folder / name)
+        """Write a model folder that any loader takes, in bfloat16, with the target's tokenizer.
+
+        Raises:
+            DraftingFailed: it can't be written.
+        """
+        with _quiet():
+            saved = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16)
+            saved.load_state_dict(self.model.state_dict())
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                saved.save_pretrained(folder)
+                for name in _TOKENIZER_FILES:
+                    if (self._target / name).is_file():
+                        shutil.copyfile(self._target / name, folder / name)
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise DraftingFailed(
+                    f"{folder} can't be written: {error}. What it has learnt is kept: make room, "
+                    "then go on with the same command"
+                ) from error
 
 
 def _cut_config(target: Path, num_layers: int) -> Any:
     config = AutoConfig.from_pretrained(str(target), trust_remote_code=False, local_files_only=True)
     config = config.get_text_config()
-    if num_layers >= config.num_hidden_layers:
+    num_there = config.num_hidden_layers
+    if num_layers >= num_there:
+        advice = f"; use {max(1, num_there // 10)} or so" if num_there > 1 else ", as any other"
         raise ConfigError(
-            f"the target has {config.num_hidden_layers} layers: a draft model of {num_layers} would be no "
-            f"smaller; use {max(1, config.num_hidden_layers // 10)} or so"
+            f"the target has {num_there} layers: a draft model of {num_layers} would be no smaller{advice}"
         )
-    for name, value in list(vars(config).items()):
-        # What is listed layer by layer: kinds of attention, of MLP, of position.
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+    for name in _LISTED_BY_LAYER:
+        value = getattr(config, name, None)
+        if isinstance(value, list) and len(value) == num_there:
             setattr(config, name, value[:num_layers])
     config.num_hidden_layers = num_layers
     if getattr(config, "max_window_layers", None) is not None:
@@ -125,23 +171,15 @@ def _cut_config(target: Path, num_layers: int) -> Any:
     return config
 
 
-def _fill(model: PreTrainedModel, target: Path) -> None:
-    """Give the model every tensor of its that the target has.
-
-    Raises:
-        ModelLoadError: one is missing.
-    """
-    wanted = {name for name, _ in model.named_parameters()}
-    stored = {name: tensor for name, tensor in _stored(target) if name in wanted}
-    missing = sorted(wanted - stored.keys())
-    if missing:
-        raise ModelLoadError(f"{target} has no tensor {missing[0]}, which its first layers need")
-    model.load_state_dict(stored, strict=False)
-    model.tie_weights()
-
-
-def _stored(target: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(target.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # the file is no mapping
-                yield name, file.get_tensor(name).float()
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bars, and its list of the layers that are left out on purpose."""
+    verbosity, has_bars = tell.get_verbosity(), tell.is_progress_bar_enabled()
+    tell.set_verbosity_error()
+    tell.disable_progress_bar()
+    try:
+        yield
+    finally:
+        tell.set_verbosity(verbosity)
+        if has_bars:
+            tell.enable_progress_bar()

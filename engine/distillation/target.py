@@ -23,10 +23,15 @@ _STEP_TOKENS = 4096
 
 
 class Teacher:
-    """Computes sequences whole, many in one step."""
+    """Computes sequences whole, many in one step.
 
-    def __init__(self, folder: Path) -> None:
-        self._decoder = load_decoder(ModelConfig(folder), torch.device("cpu")).decoder
+    Args:
+        folder: the target's.
+        dtype: see `headrace.engine.ModelConfig`.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "auto") -> None:
+        self._decoder = load_decoder(ModelConfig(folder, dtype=dtype), torch.device("cpu")).decoder
         self._attention: AttentionBackend | None = None
         self._num_blocks = 0
 

@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from headrace.engine.distillation.corpus import Example, Examples
 from headrace.engine.distillation.settings import DistillationProgress, DistillationSettings
 from headrace.engine.distillation.student import Student
+from headrace.engine.distillation.whole_files import write_whole
+from headrace.engine.errors import ConfigError, DraftingFailed
+from headrace.engine.models.loader import choose_dtype
 
 _WARM_UP_UPDATES = 50
 _SAVE_EVERY_S = 60.0
@@ -72,49 +77,82 @@ class Training:
         self._checkpoint = checkpoint
         self._candidates = examples.most_frequent(settings.num_candidates)
         self._rows = student.head_rows(self._candidates)
-        self._dtype = torch.bfloat16 if torch.cpu.get_capabilities().get("avx512_bf16") else torch.float32
+        self._dtype = choose_dtype("auto", torch.device("cpu"))
         self._optimiser = torch.optim.AdamW(student.learning(), lr=settings.learning_rate, betas=(0.9, 0.98))
-        self._num_updates, self._spent_s, self._epoch = 0, 0.0, 0
+        self._num_updates, self._spent_s, self._epoch, self._place = 0, 0.0, 0, 0
         self._restore()
 
+    @property
+    def num_updates(self) -> int:
+        """So far, in all runs together."""
+        return self._num_updates
+
     def run(self, progress: DistillationProgress) -> None:
-        """Learn until the time is over."""
-        total_s, began_s, saved_s = self._settings.training_s, time.monotonic(), time.monotonic()
-        already_s = self._spent_s
+        """Learn until the time is over.
+
+        Raises:
+            DraftingFailed: the loss is no number any more, or its state can't be kept.
+        """
         try:
-            while self._spent_s < total_s:
-                loss, num_batches = 0.0, 0
-                epoch_seed = self._settings.seed + self._epoch
-                for group in self._examples.batches(self._settings.batch_tokens, epoch_seed):
-                    loss += self._update(Lesson(group))
-                    num_batches += 1
-                    self._spent_s = already_s + time.monotonic() - began_s
-                    progress(_STAGE, round(min(self._spent_s, total_s)), round(total_s))
-                    if time.monotonic() - saved_s > _SAVE_EVERY_S:
-                        self._save()
-                        saved_s = time.monotonic()
-                    if self._spent_s >= total_s:
-                        break
-                self._epoch += 1
-                judged = self.judge()
-                progress.note(
-                    f"pass {self._epoch} over the text: loss {loss / max(1, num_batches):.3f}; "
-                    f"of unseen text the same token {judged.same_token:.1%}, overlap {judged.overlap:.1%}"
-                )
-        finally:
+            self._learn(progress)
+        except DraftingFailed:
+            # What went astray is not kept: the last state on disk is the better one.
+            raise
+        except BaseException:
+            # Half an update, where one was broken off, is a state to learn on from as good as any.
             self._save()
+            raise
+        self._save()
+
+    def _learn(self, progress: DistillationProgress) -> None:
+        total_s = self._settings.training_s
+        already_s, began_s = self._spent_s, time.monotonic()
+        saved_s = began_s
+        while self._spent_s < total_s:
+            losses: list[float] = []
+            groups = self._examples.batches(self._settings.batch_tokens, self._settings.seed + self._epoch)
+            for group in islice(groups, self._place, None):
+                losses.append(self._update(Lesson(group)))
+                self._place += 1
+                self._spent_s = already_s + time.monotonic() - began_s
+                progress(_STAGE, round(min(self._spent_s, total_s)), round(total_s))
+                if time.monotonic() - saved_s > _SAVE_EVERY_S:
+                    self._save()
+                    saved_s = time.monotonic()
+                if self._spent_s >= total_s:
+                    break
+            else:
+                self._epoch, self._place = self._epoch + 1, 0
+            self._tell(progress, losses)
+            self._spent_s = already_s + time.monotonic() - began_s
+
+    def _tell(self, progress: DistillationProgress, losses: Sequence[float]) -> None:
+        if losses:
+            judged = self.judge()
+            progress.note(
+                f"update {self._num_updates}, pass {self._epoch + (self._place > 0)} over the text: "
+                f"loss {sum(losses) / len(losses):.3f}; of unseen text "
+                f"the same token {judged.same_token:.1%}, overlap {judged.overlap:.1%}"
+            )
 
     @torch.no_grad()
     def judge(self) -> Judgement:
-        """How like the target the student is."""
+        """How like the target the student is.
+
+        Raises:
+            DraftingFailed: what it says is no number.
+        """
         num_places = same = overlap = 0.0
         for example in self._examples.held_back:
             lesson = Lesson([example])
-            theirs = F.linear(lesson.hidden.float(), self._rows).softmax(-1)
-            ours = F.linear(self._student.hidden(lesson.token_ids, lesson.mask), self._rows).softmax(-1)
+            theirs = self._student.logits(lesson.hidden, self._rows).softmax(-1)
+            hidden = self._student.hidden(lesson.token_ids, lesson.mask)
+            ours = self._student.logits(hidden, self._rows).softmax(-1)
             same += float((theirs.argmax(-1) == ours.argmax(-1)).sum())
             overlap += float(torch.minimum(theirs, ours).sum())
             num_places += lesson.mask.numel()
+        if not math.isfinite(overlap):
+            raise self._astray("what the draft model says")
         return Judgement(same / num_places, overlap / num_places)
 
     def _update(self, lesson: Lesson) -> float:
@@ -125,12 +163,14 @@ class Training:
             ours = self._student.hidden(lesson.token_ids, lesson.mask)[lesson.mask]
             theirs = lesson.hidden[lesson.mask]
             with torch.no_grad():
-                wanted = F.linear(theirs, self._rows).float().softmax(-1)
-            told = F.linear(ours, self._rows).float().log_softmax(-1)
+                wanted = self._student.logits(theirs, self._rows).softmax(-1)
+            told = self._student.logits(ours, self._rows).log_softmax(-1)
             likeness = F.smooth_l1_loss(ours.float(), theirs.float())
         loss = -(wanted * told).sum(-1).mean() + _HIDDEN_WEIGHT * likeness
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._student.learning(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self._student.learning(), 1.0)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._astray("the loss")
         self._optimiser.step()
         self._num_updates += 1
         return float(loss)
@@ -148,17 +188,29 @@ class Training:
             "num_updates": self._num_updates,
             "spent_s": self._spent_s,
             "epoch": self._epoch,
+            "place": self._place,
         }
-        partial = self._checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self._checkpoint)
+        write_whole(self._checkpoint, lambda partial: torch.save(state, partial))
 
     def _restore(self) -> None:
         if not self._checkpoint.is_file():
             return
-        # Nothing but tensors and numbers is read: a checkpoint can't run code.
-        state = torch.load(self._checkpoint, weights_only=True)
-        self._student.restore(state["student"])
-        self._optimiser.load_state_dict(state["optimiser"])
-        self._num_updates, self._spent_s = state["num_updates"], state["spent_s"]
-        self._epoch = state["epoch"]
+        try:
+            # Nothing but tensors and numbers is read: a checkpoint can't run code.
+            state = torch.load(self._checkpoint, weights_only=True)
+            self._student.restore(state["student"])
+            self._optimiser.load_state_dict(state["optimiser"])
+            self._num_updates, self._spent_s = state["num_updates"], state["spent_s"]
+            self._epoch, self._place = state["epoch"], state["place"]
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+            raise ConfigError(
+                f"{self._checkpoint} is no state of this draft model ({error}): delete it, and learning "
+                "begins anew from the same text"
+            ) from error
+
+    def _astray(self, what: str) -> DraftingFailed:
+        return DraftingFailed(
+            f"after {self._num_updates} updates {what} is no finite number any more, and nothing was kept of "
+            f"it: delete {self._checkpoint}, if there is one, and go on with a learning rate below "
+            f"{self._settings.learning_rate}"
+        )

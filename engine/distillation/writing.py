@@ -13,7 +13,7 @@ from itertools import count
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.errors import InvalidRequest, NoChatTemplate
+from headrace.engine.errors import ConfigError, InvalidRequest, NoChatTemplate
 from headrace.engine.outputs import FailureEvent, TokenEvent
 from headrace.engine.runner.protocol import LoadedModel
 from headrace.engine.sampling.params import SamplingParams
@@ -78,31 +78,54 @@ class Writer:
 
         Args:
             max_len: longest one, tokens.
+
+        Raises:
+            ConfigError: the model's template leaves no room for a text, or the model has nothing to say.
         """
+        max_len = min(max_len, self._model.info.max_model_len)
         conversation = conversation_of(self._model.tokenizer)
         while True:
             if conversation is None:
                 yield from self._run([self._from_nothing(max_len) for _ in range(_AT_ONCE)])
-            else:
-                messages = self._run([self._message(conversation) for _ in range(_AT_ONCE)])
-                prompts = [self._prompt(conversation, message) for message in messages]
-                fitting = [prompt for prompt in prompts if prompt is not None and len(prompt) < max_len]
-                yield from self._run(
-                    [self._answer(prompt, max_len, place) for place, prompt in enumerate(fitting)]
+                continue
+            room = max_len - len(conversation.before) - len(conversation.after) - 1
+            if room < 1:
+                raise ConfigError(
+                    f"the target's chat template leaves no room for a message in {max_len} tokens: "
+                    "give it longer sequences, or text to learn from"
                 )
+            messages = self._run([self._message(conversation, room) for _ in range(_AT_ONCE)])
+            prompts = [self._prompt(conversation, message) for message in messages]
+            said = [prompt for prompt in prompts if prompt is not None]
+            if not said:
+                raise ConfigError(
+                    "the target makes up no messages for its chat template: give it text to learn from"
+                )
+            yield from self._run([self._answer(prompt, max_len, place) for place, prompt in enumerate(said)])
 
     def greedy_answers(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
-        """What the model says to each prompt, prompt included, none ended before its time."""
-        stop = StopConditions(max_tokens=max_tokens, ignore_eos=True)
-        return self._run([self._request(prompt, 0.0, stop) for prompt in prompts])
+        """What the model says to each prompt, prompt included, none ended before its time.
+
+        Args:
+            max_tokens: of each answer; fewer where the model's context ends.
+        """
+        max_len = self._model.info.max_model_len
+        stops = [
+            StopConditions(max_tokens=min(max_tokens, max_len - len(prompt)), ignore_eos=True)
+            for prompt in prompts
+        ]
+        return self._run(
+            [self._request(prompt, 0.0, stop) for prompt, stop in zip(prompts, stops, strict=True)]
+        )
 
     def _from_nothing(self, max_len: int) -> Request:
         info = self._model.info
         start = info.bos_token_id if info.bos_token_id is not None else min(info.eos_token_ids, default=0)
         return self._request((start,), 1.0, StopConditions(max_tokens=max_len - 1))
 
-    def _message(self, conversation: Conversation) -> Request:
-        return self._request(conversation.before, 1.0, StopConditions(max_tokens=_MAX_MESSAGE_TOKENS))
+    def _message(self, conversation: Conversation, room: int) -> Request:
+        stop = StopConditions(max_tokens=min(_MAX_MESSAGE_TOKENS, room))
+        return self._request(conversation.before, 1.0, stop)
 
     def _prompt(self, conversation: Conversation, message: tuple[int, ...]) -> tuple[int, ...] | None:
         said = message[:-1] if message[-1] in self._model.info.eos_token_ids else message
@@ -127,7 +150,9 @@ class Writer:
         written = {request.request_id: list(request.prompt_token_ids) for request in requests}
         for request in requests:
             self._core.add(request)
-        while (plan := self._core.begin_step()) is not None:
+        while self._core.has_work:
+            plan = self._core.begin_step()
+            assert plan is not None, "nobody else keeps blocks, and no request waits for a reader"
             events, _ = self._core.finish_step(self._model.runner.execute(plan))
             for request_id, event in events:
                 if isinstance(event, TokenEvent):
