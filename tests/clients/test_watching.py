@@ -67,8 +67,9 @@ async def test_once_is_one_picture_with_the_steps_in_it() -> None:
 async def test_it_ends_after_its_time() -> None:
     view = RecordedView()
     async with running_fake_server(control=Busy()) as server:
-        await follow(server.target, view, interval_s=0.01, duration_s=2.0)
-    assert view.snapshots
+        # Neither the server nor a slow machine ends it.
+        await follow(server.target, view, interval_s=0.01, duration_s=0.5)
+    assert view.messages == []
 
 
 async def test_a_server_that_goes_is_waited_for() -> None:

@@ -88,7 +88,7 @@ async def test_a_cancel_needs_no_credit() -> None:
 
 
 async def test_who_grants_nothing_for_long_loses_that_request_alone() -> None:
-    async with running_service(limits=Limits(slow_reader_s=0.2)) as service:
+    async with running_service(limits=Limits(slow_reader_s=1.0)) as service:
         session = RawSession(service.generation)
         await session.start(make_start("a", max_tokens=30, initial_credit=3))
         await session.until_end_of("a")

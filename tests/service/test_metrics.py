@@ -23,12 +23,14 @@ from tests.support.repository import ROOT
 from tests.support.requests import make_config
 from tests.support.service import (
     LOOPBACK,
+    Gate,
     RunningService,
     generate,
     generate_ids,
     ids_of,
     make_start,
     running_service,
+    until,
 )
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -120,7 +122,9 @@ async def test_counts_are_what_clients_got() -> None:
 
 
 async def test_gauges_are_the_truth_at_once_when_everybody_is_gone() -> None:
-    async with scraped(make_fake_model(num_blocks=32), make_config(max_num_seqs=4)) as scrape:
+    gate = Gate()
+    model = make_fake_model(num_blocks=32, before_step=gate)
+    async with scraped(model, make_config(max_num_seqs=4)) as scrape:
         calls = [
             scrape.service.generation.Generate(
                 GenerateRequest(start=make_start(max_tokens=80, prompt=(i + 1,)))
@@ -129,9 +133,12 @@ async def test_gauges_are_the_truth_at_once_when_everybody_is_gone() -> None:
         ]
         for call in calls[:4]:
             await call.read()
+        # They are told of their acceptance before the first step that has them.
+        await until(lambda: scrape.service.engine.load().num_running > 0)
         during = await scrape.samples()
         for call in calls:
             call.cancel()
+        gate.open()
         await scrape.service.engine.wait_idle()
         after = await scrape.samples()
     assert during["headrace_num_requests_running", ()] > 0

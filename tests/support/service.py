@@ -49,7 +49,7 @@ SessionCall: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionRespo
 
 LOOPBACK = Endpoint("127.0.0.1", 0)
 PROMPT = (104, 101, 97, 100)
-LONG_HOLD_S = 15.0
+LONG_HOLD_S = 60.0
 
 
 @dataclass
