@@ -151,7 +151,7 @@ class Sequence:
         rank: its place for good; the scheduler gives it.
         sharing_key: under which key its KV is shared; None shares none; the scheduler gives it.
         num_prompt_tokens: tokens that the caller gave.
-        num_logprobs: so many of the likeliest tokens are wanted beside each drawn one; None when no logprob is.
+        num_logprobs: so many of the likeliest tokens are wanted beside each drawn one; None: no logprob is.
         is_plain: whether a draw depends on nothing but the KV and `sampling`, and tells of no prompt.
         is_late: whether its first token can't come in time any more, so that others go first.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
