@@ -50,8 +50,8 @@ Edwin Marsh, Marsh and Daughters, Millers"""
 
 _ARTICLE = """The water wheel at Ottery Bridge was built in 1784 by the brothers John and Samuel Marsh. \
 It is an overshot wheel of oak and iron, five metres across, and it drives two pairs of stones. In 1851 \
-a flood tore away the old headrace, and the family dug a new one, four hundred metres long, which is still in \
-use. The mill stopped grinding for trade in 1932, when the last miller, Ruth Marsh, retired at the age of \
+a flood tore away the old headrace, and the family dug a new one, four hundred metres long, which is still \
+in use. The mill stopped grinding for trade in 1932, when the last miller, Ruth Marsh, retired at the age of \
 eighty. A trust bought the buildings in 1978 and repaired the wheel over six years. Today the mill grinds \
 about twenty tonnes of wheat a year, most of which is sold to bakers in the valley. Visitors can see the \
 stones turn on Sundays from April to October."""
