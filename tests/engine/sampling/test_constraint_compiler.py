@@ -163,7 +163,8 @@ def test_callers_and_the_one_who_closes_may_end_the_process_at_once() -> None:
         with ThreadPoolExecutor(max_workers=3) as callers:
             outcomes = [callers.submit(outcome_of_compiling, compiler) for _ in range(3)]
             compiler.close()
-        assert [type(outcome.result()) for outcome in outcomes] == [RequestFailed] * 3
+        # One that was compiled before the end came is fine, too; on most machines none is.
+        assert all(isinstance(outcome.result(), RequestFailed | None) for outcome in outcomes)
         assert trial_processes() == []
 
 
