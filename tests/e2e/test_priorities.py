@@ -1,11 +1,20 @@
 """Priorities, order and cached conversations, from the wire to the scheduler and back."""
 
 import asyncio
+from functools import partial
 
 from headrace.v1.generation_pb2 import ChatMessage, ChatPrompt, StartGeneration, StopOptions
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config
-from tests.support.service import Gate, generate, generate_ids, make_start, running_service, until
+from tests.support.service import (
+    Gate,
+    RunningService,
+    generate,
+    generate_ids,
+    make_start,
+    running_service,
+    until,
+)
 
 
 async def test_a_request_of_higher_priority_is_served_before_those_that_wait() -> None:
@@ -21,14 +30,14 @@ async def test_a_request_of_higher_priority_is_served_before_those_that_wait() -
         priorities = {"running": 0, "usual": 0, "low": -3, "high": 7}
         for number, (label, priority) in enumerate(priorities.items()):
             tasks.create_task(serve(make_start(label, prompt=(number, 1, 2), priority=priority)))
-            await until(lambda wanted=number: _num_live(service) == wanted + 1)
+            await until(partial(_has_live, service, number + 1))
         gate.open()
     assert ended == ["running", "high", "usual", "low"]
 
 
-def _num_live(service) -> int:
+def _has_live(service: RunningService, wanted: int) -> bool:
     load = service.engine.load()
-    return load.num_running + load.num_waiting
+    return load.num_running + load.num_waiting == wanted
 
 
 async def test_turn_two_of_a_chat_finds_the_blocks_of_turn_one_answer_included() -> None:

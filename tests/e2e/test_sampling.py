@@ -163,7 +163,8 @@ async def test_a_prompt_as_long_as_the_context_is_read_for_its_logprobs_alone(
         told, beside = await run_all(engine, [request, other])
         assert beside.token_ids == (await run_all(engine, [renewed(other)]))[0].token_ids
     assert_logprobs(told.prompt_logprobs, reference(prompt)[:-1], prompt[1:])
-    assert told.token_ids == told.logprobs == []
+    assert told.token_ids == []
+    assert told.logprobs == []
     assert isinstance(told.end, FinishEvent)
     assert told.end.reason is FinishReason.LENGTH
     assert told.end.usage == Usage(MAX_POSITIONS, 0, 0)

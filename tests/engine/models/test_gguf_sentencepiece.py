@@ -101,7 +101,9 @@ def phi3(tmp_path_factory: pytest.TempPathFactory) -> tuple[HFTokenizer, PreTrai
     """Ours and transformers' reading of one file."""
     folder = tmp_path_factory.mktemp("phi3")
     ours = prefixed(folder, "phi3")
-    return ours, AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+    theirs = AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+    assert isinstance(theirs, PreTrainedTokenizerFast)
+    return ours, theirs
 
 
 @pytest.mark.parametrize("text", SENTENCEPIECE_IDS)
@@ -146,7 +148,7 @@ def test_phi_3s_special_tokens_swallow_the_white_space_behind_them(
     ids=str,
 )
 def test_a_text_is_put_between_the_tokens_that_the_file_says(
-    flags: dict[str, bool], expected: list[int], tmp_path: Path
+    flags: dict[str, Any], expected: list[int], tmp_path: Path
 ) -> None:
     tokenizer = prefixed(tmp_path, **flags)
     assert tokenizer.encode("The") == expected

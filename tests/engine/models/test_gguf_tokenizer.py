@@ -51,7 +51,10 @@ def test_each_digit_stands_apart_from_its_neighbours_and_from_the_spaces_before_
 def gpt4o(tmp_path_factory: pytest.TempPathFactory) -> tuple[HFTokenizer, PreTrainedTokenizerFast]:
     """Ours and transformers' reading of one file."""
     folder = tmp_path_factory.mktemp("gpt4o")
-    return tokenizer_of(folder, pre="gpt-4o"), AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+    ours = tokenizer_of(folder, pre="gpt-4o")
+    theirs = AutoTokenizer.from_pretrained(folder, gguf_file="tiny.gguf")
+    assert isinstance(theirs, PreTrainedTokenizerFast)
+    return ours, theirs
 
 
 @given(

@@ -211,6 +211,7 @@ def test_the_answers_of_a_full_server_are_the_usual_ones():
     assert server.refusal(5) is not None
     while server.core.has_work:
         plan = server.core.begin_step()
+        assert plan is not None
         for request_id, event in server.core.finish_step(server.model.runner.execute(plan))[0]:
             outputs[request_id] += getattr(event, "token_ids", ())
     for request in requests:
