@@ -253,7 +253,7 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the newest token is left to compute."""
         num_known = len(self.token_ids)
-        return num_known - self.num_computed_tokens == 1 and num_known > self.num_prompt_tokens
+        return num_known == self.num_computed_tokens + 1 and num_known > self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -156,7 +156,8 @@ class KVCacheManager:
         """
         block_ids: list[int] = []
         for i in range((len(token_ids) - 1) // self.layout.block_size):
-            block_id = self._cache.find(self._key(sequence_id, i, token_ids, isolation_key))
+            # One key at a time: most chains are broken off at their first block.
+            block_id = self._cache.find(self._chain(sequence_id, token_ids, i + 1, isolation_key)[i])
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -189,11 +190,13 @@ class KVCacheManager:
         """
         table = self._tables[sequence_id]
         num_full = num_computed // self._block_size
-        while table.num_shareable < num_full:
-            i, block_id = table.num_shareable, table.block_ids[table.num_shareable]
-            if self._cache.add(self._key(sequence_id, i, token_ids, isolation_key), block_id):
-                self._pool.keep(block_id)
-            table.num_shareable += 1
+        if table.num_shareable >= num_full:
+            return
+        chain = self._chain(sequence_id, token_ids, num_full, isolation_key)
+        for i in range(table.num_shareable, num_full):
+            if self._cache.add(chain[i], table.block_ids[i]):
+                self._pool.keep(table.block_ids[i])
+        table.num_shareable = num_full
 
     def free(self, sequence_id: SequenceId, *, is_over: bool = False) -> None:
         """Give back all that a sequence holds. Nothing happens when it holds nothing.
@@ -230,10 +233,16 @@ class KVCacheManager:
         if not self._cache.forget(block_id):
             raise IntegrityError(f"block {block_id} was kept, yet nobody could have found it")
 
-    def _key(self, sequence_id: SequenceId, i: int, token_ids: List[int], isolation_key: str) -> BlockKey:
-        chain = self._chains.setdefault(sequence_id, [])
+    def _chain(
+        self, sequence_id: SequenceId, token_ids: List[int], num_blocks: int, isolation_key: str
+    ) -> List[BlockKey]:
+        """The keys of a sequence's full blocks, at least the first `num_blocks`."""
+        chain = self._chains.get(sequence_id)
+        if chain is None:
+            chain = self._chains[sequence_id] = []
         size = self._block_size
-        while len(chain) <= i:
+        while len(chain) < num_blocks:
             parent = chain[-1].digest if chain else chain_root(isolation_key, self._model)
-            chain.append(next_key(parent, token_ids[len(chain) * size : (len(chain) + 1) * size]))
-        return chain[i]
+            first = len(chain) * size
+            chain.append(next_key(parent, token_ids[first : first + size]))
+        return chain

@@ -7,8 +7,9 @@ head of the chain the isolation key and the model. The ids are compared on every
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from headrace.engine.errors import IntegrityError
@@ -35,8 +36,13 @@ def chain_root(isolation_key: str, model: str = "") -> bytes:
 
 def next_key(parent: bytes, token_ids: Sequence[int]) -> BlockKey:
     """The key of a block that follows the block with digest `parent`."""
-    content = parent + array("q", token_ids).tobytes()
+    content = parent + _packer(len(token_ids)).pack(*token_ids)
     return BlockKey(hashlib.sha256(content).digest(), content)
+
+
+@lru_cache(maxsize=8)
+def _packer(num_tokens: int) -> struct.Struct:
+    return struct.Struct(f"<{num_tokens}q")
 
 
 class PrefixCache:

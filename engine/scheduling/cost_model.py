@@ -62,8 +62,14 @@ class StepShape:
         """The shape of a plan."""
         num_prefill = num_decode = num_context = num_pairs = 0
         for row in plan.rows:
+            num_known = len(row.token_ids)
+            if num_known == 1 and row.draft is None:
+                # The usual case, without what the others need.
+                num_decode += 1
+                num_context += row.first_position + 1
+                continue
             num_tokens = row.num_planned_tokens
-            if len(row.token_ids) == 1 + row.num_draft_tokens:
+            if num_known == 1 + row.num_draft_tokens:
                 num_decode += num_tokens
                 num_context += row.first_position + num_tokens
             else:
