@@ -104,6 +104,9 @@ class Teller:
         return self._narrator.error(failure.to_status())
 
     def _count(self, event: TokenEvent) -> None:
+        if not event.token_ids:
+            # Prompt logprobs may come in pieces, before the first token and the echo that comes with it.
+            return
         progress, is_first = self._parsed.progress, event.index not in self._begun
         self._begun.add(event.index)
         is_echoed = is_first and self._parsed.start.output.is_echoed

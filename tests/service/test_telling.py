@@ -164,6 +164,21 @@ async def test_an_echo_puts_the_prompt_before_every_sequence_and_counts_for_noth
         assert completion.finished.usage.completion_tokens == 8
 
 
+async def test_an_echo_comes_whole_after_prompt_logprobs_that_come_in_pieces() -> None:
+    prompt = tuple(b"to be or not")
+    start = make_start("a", prompt=prompt, output=OutputOptions(echo=True, prompt_logprobs=1))
+    model, _ = make_indexed_model()
+    with structlog.testing.capture_logs() as logs:
+        async with running_service(model, make_config(max_num_batched_tokens=5)) as service:
+            (told,) = await whole(service, start)
+            streams = [await streamed(service, start), await in_session(service, start)]
+    assert list(told.token_ids) == [*prompt, *expected_output(prompt, 8)]
+    assert [entry.chosen.token_id for entry in told.prompt_logprobs] == list(prompt[1:])
+    assert streams == [[told], [told]]
+    ends = [line for line in logs if line["event"] == "request ended"]
+    assert [line["completion_tokens"] for line in ends] == [8, 8, 8]
+
+
 async def test_logprobs_are_told_per_token_with_its_own_text() -> None:
     model, _ = make_indexed_model()
     async with running_service(model) as service:
