@@ -50,13 +50,14 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
     configure_logging("info", "auto")
     try:
         arguments = _parser().parse_args(flags)
+    except _Misuse as error:
+        return refused(f"{error}: see headrace draft --help")
+    try:
         # What is wrong with the settings is told before anything is fetched.
         settings = _settings(arguments)
         with _DraftProgress() as progress:
             target = resolve_model(arguments.model, arguments.cache, progress)
             report = make_draft_model(replace(settings, target=target), progress)
-    except _Misuse as error:
-        return refused(f"{error}: see headrace draft --help")
     except EngineError as error:
         return refused(str(error))
     except ModuleNotFoundError as error:

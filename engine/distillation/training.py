@@ -169,11 +169,12 @@ class Training:
         loss = -(wanted * told).sum(-1).mean() + _HIDDEN_WEIGHT * likeness
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self._student.learning(), 1.0)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        told_loss = float(loss.detach())
+        if not (math.isfinite(told_loss) and math.isfinite(norm)):
             raise self._astray("the loss")
         self._optimiser.step()
         self._num_updates += 1
-        return float(loss)
+        return told_loss
 
     def _pace(self) -> float:
         """Share of the greatest learning rate: up within some updates, then down along a cosine."""
@@ -204,8 +205,8 @@ class Training:
             self._epoch, self._place = state["epoch"], state["place"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise ConfigError(
-                f"{self._checkpoint} is no state of this draft model ({error}): delete it, and learning "
-                "begins anew from the same text"
+                f"{self._checkpoint} is no state of this draft model, or is damaged: delete it, and "
+                "learning begins anew from the same text"
             ) from error
 
     def _astray(self, what: str) -> DraftingFailed:

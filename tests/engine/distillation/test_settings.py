@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ SETTINGS = DistillationSettings(Path("target"), Path("draft"))
         ("seed", 2**31),
     ],
 )
-def test_what_can_not_be_done_is_refused_by_name(name: str, value: float) -> None:
+def test_what_can_not_be_done_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         replace(SETTINGS, **{name: value})
 
@@ -35,7 +36,7 @@ def test_what_can_not_be_done_is_refused_by_name(name: str, value: float) -> Non
     ("name", "value"),
     [("output", Path("elsewhere")), ("training_s", 9000.0), ("learning_rate", 1e-4)],
 )
-def test_work_goes_on_elsewhere_for_longer_or_at_another_rate(name: str, value: object) -> None:
+def test_work_goes_on_elsewhere_for_longer_or_at_another_rate(name: str, value: Any) -> None:
     assert replace(SETTINGS, **{name: value}).described() == SETTINGS.described()
 
 
@@ -52,7 +53,7 @@ def test_work_goes_on_elsewhere_for_longer_or_at_another_rate(name: str, value: 
         ("seed", 1),
     ],
 )
-def test_everything_else_is_another_work(name: str, value: object) -> None:
+def test_everything_else_is_another_work(name: str, value: Any) -> None:
     assert replace(SETTINGS, **{name: value}).described() != SETTINGS.described()
 
 
