@@ -1,7 +1,5 @@
 """Requests of several sequences: one prompt, many continuations."""
 
-from dataclasses import replace
-
 import pytest
 
 from headrace.engine import (
@@ -13,45 +11,16 @@ from headrace.engine import (
     SamplingParams,
     TokenEvent,
 )
-from headrace.engine.outputs import TokenLogprob, TokenLogprobs
-from headrace.engine.scheduling.plan import RowResult, StepResult
-from tests.support.fake_runner import FakeRunner, expected_output, make_fake_model
+from tests.support.fake_runner import expected_output
+from tests.support.indexed_runner import expected_child, make_indexed_model, seed_of
 from tests.support.requests import make_config, make_request
 
 BLOCK = 4
 
 
-def seed_of(index: int, seed: int) -> int:
-    """What the runner below makes of a sequence's index."""
-    return 1000 * index + seed
-
-
-class IndexedRunner(FakeRunner):
-    """Draws depend on the index of the sequence, too; each token's logprob is minus its id."""
-
-    def execute(self, plan):
-        rows = tuple(
-            row._replace(sampling=SamplingParams(seed=seed_of(row.index, row.sampling.seed)))
-            for row in plan.rows
-        )
-        result = super().execute(replace(plan, rows=rows))
-        return StepResult(
-            tuple(
-                outcome if row.num_logprobs is None else with_logprobs(outcome)
-                for row, outcome in zip(plan.rows, result.rows, strict=True)
-            )
-        )
-
-
-def with_logprobs(outcome: RowResult) -> RowResult:
-    logprobs = (TokenLogprobs(TokenLogprob(i, -float(i), 1), ()) for i in outcome.token_ids)
-    return replace(outcome, logprobs=tuple(logprobs))
-
-
-def engine_of(*, config=None, before_step=lambda plan: None, **options):
-    model = make_fake_model(block_size=BLOCK, **options)
-    runner = IndexedRunner(model.layout, before_step)
-    return AsyncEngine(replace(model, runner=runner), config or make_config(max_num_seqs=4))
+def engine_of(*, config=None, **options):
+    model, _ = make_indexed_model(block_size=BLOCK, **options)
+    return AsyncEngine(model, config or make_config(max_num_seqs=4))
 
 
 async def collect(stream):
@@ -82,7 +51,7 @@ async def test_each_sequence_equals_one_alone_with_its_own_draws(prompt_len, n):
         token_ids, ends, _ = await collect(engine.submit(request))
         assert sorted(ends) == list(range(n))
         for index in range(n):
-            assert token_ids[index] == expected_output(request.prompt_token_ids, 9, seed_of(index, 5))
+            assert token_ids[index] == expected_child(request.prompt_token_ids, 9, index, seed=5)
             assert ends[index].reason is FinishReason.LENGTH
             assert ends[index].usage.num_completion_tokens == 9
         await assert_all_given_back(engine)
@@ -102,7 +71,7 @@ async def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(uses_p
 async def test_children_that_end_at_different_times_are_told_apart():
     async with engine_of() as engine:
         prompt = tuple(range(6))
-        outputs = [expected_output(prompt, 12, seed_of(index, 0)) for index in range(3)]
+        outputs = [expected_child(prompt, 12, index) for index in range(3)]
         only_in_the_second = next(i for i in outputs[1] if i not in outputs[0] + outputs[2])
         request = make_request(
             prompt=prompt,
@@ -145,7 +114,7 @@ async def test_a_row_that_fails_fails_its_request_once():
         _, ends, failure = await collect(engine.submit(make_request(prompt_len=5, max_tokens=30, n=3)))
         assert isinstance(failure, FailureEvent)
         assert ends == {}
-        assert (await collect(other))[0][0] == expected_output(neighbour.prompt_token_ids, 9, seed_of(0, 0))
+        assert (await collect(other))[0][0] == expected_child(neighbour.prompt_token_ids, 9, 0)
         await assert_all_given_back(engine)
 
 
@@ -155,14 +124,14 @@ async def test_a_tiny_pool_preempts_children_and_changes_nothing():
         token_ids, ends, _ = await collect(engine.submit(request))
         assert sum(end.num_preemptions for end in ends.values()) > 0
         for index in range(4):
-            assert token_ids[index] == expected_output(request.prompt_token_ids, 20, seed_of(index, 3))
+            assert token_ids[index] == expected_child(request.prompt_token_ids, 20, index, seed=3)
         await assert_all_given_back(engine)
 
 
 async def test_best_of_tells_the_likeliest_at_the_end_best_first():
     async with engine_of() as engine:
         request = make_request(prompt_len=5, max_tokens=6, n=2, best_of=5, sampling=SamplingParams(seed=1))
-        outputs = [expected_output(request.prompt_token_ids, 6, seed_of(index, 1)) for index in range(5)]
+        outputs = [expected_child(request.prompt_token_ids, 6, index, seed=1) for index in range(5)]
         best = sorted(outputs, key=lambda ids: sum(ids) / len(ids))[:2]
         stream = engine.submit(request)
         events = [event async for event in stream]
@@ -206,7 +175,7 @@ async def test_echo_puts_the_prompt_before_every_sequence():
             else:
                 assert event.usage.num_completion_tokens == 4
         for index in range(2):
-            output = expected_output(prompt, 4, seed_of(index, 0))
+            output = expected_child(prompt, 4, index)
             assert texts[index] == "to be" + bytes(output).decode()
             assert token_ids[index] == [*prompt, *output]
 

@@ -66,10 +66,13 @@ def make_indexed_model(
     *,
     before_step: Callable[[StepPlan], None] = lambda plan: None,
     num_blocks: int = 64,
+    block_size: int = 4,
     max_model_len: int = 128,
     tokenizer: FakeTokenizer | None = None,
 ) -> tuple[LoadedModel, IndexedRunner]:
     """A served model over an `IndexedRunner`, and the runner."""
-    model = make_fake_model(num_blocks=num_blocks, max_model_len=max_model_len, tokenizer=tokenizer)
+    model = make_fake_model(
+        num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len, tokenizer=tokenizer
+    )
     runner = IndexedRunner(model.layout, before_step)
     return replace(model, runner=runner), runner
