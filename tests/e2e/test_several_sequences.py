@@ -11,8 +11,7 @@ from headrace.engine import (
     SamplingParams,
     TokenEvent,
 )
-from tests.support.fake_runner import expected_output
-from tests.support.indexed_runner import expected_child, make_indexed_model, seed_of
+from tests.support.indexed_runner import expected_child, make_indexed_model
 from tests.support.requests import make_config, make_request
 
 BLOCK = 4
