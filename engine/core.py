@@ -270,11 +270,14 @@ class EngineCore:
                 for live, row, slot, new in zip(lives, rows, slots, taken, strict=True)
             ),
             started_s=begun.started_s,
+            num_draft_failures=sum(each.is_draft_failed for each in result.rows)
+            if self._speculator.is_active
+            else 0,
         )
-        self._totals = self._totals.plus(stats)
+        before, self._totals = self._totals, self._totals.plus(stats)
         self._gate.note_step(
-            stats.num_prefill_tokens + stats.num_decode_tokens,
-            stats.schedule_s + stats.execute_s + stats.update_s,
+            self._totals.num_computed_tokens - before.num_computed_tokens,
+            self._totals.step_s - before.step_s,
         )
         return events, stats
 

@@ -174,6 +174,7 @@ class StepStats:
         num_kv_slots_allocated, num_kv_slots_used: KV slots of live blocks, and those that hold a token.
         schedule_s, execute_s, update_s: time of its three parts, seconds.
         started_s: when it began, by the engine's monotonic clock.
+        num_draft_failures: rows that went without drafts because the draft model failed.
     """
 
     step: int
@@ -187,6 +188,7 @@ class StepStats:
     update_s: float
     rows: tuple[RowStats, ...]
     started_s: float = 0.0
+    num_draft_failures: int = 0
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -220,6 +222,7 @@ class SpeculationTotals:
         num_draft_tokens, num_accepted_tokens: see `Usage`; summed over all sequences.
         drafted_by_place, accepted_by_place: the same by a draft's place among those of its step, the first
             first. A draft behind a refused one counts as refused.
+        num_draft_failures: how often a sequence went without drafts because the draft model failed.
     """
 
     num_draws: int = 0
@@ -229,6 +232,7 @@ class SpeculationTotals:
     num_accepted_tokens: int = 0
     drafted_by_place: tuple[int, ...] = ()
     accepted_by_place: tuple[int, ...] = ()
+    num_draft_failures: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -247,7 +251,7 @@ class SpeculationTotals:
         """Tokens per target step of a sequence, whether or not it had drafts."""
         return self.num_output_tokens / self.num_draws if self.num_draws else 1.0
 
-    def plus(self, rows: Sequence[RowStats]) -> SpeculationTotals:
+    def plus(self, rows: Sequence[RowStats], num_draft_failures: int = 0) -> SpeculationTotals:
         """The totals with one more step in them."""
         drawn = [row.num_output_tokens for row in rows if row.num_output_tokens]
         drafted = [row for row in rows if row.num_output_tokens and row.num_draft_tokens]
@@ -259,6 +263,7 @@ class SpeculationTotals:
             num_accepted_tokens=self.num_accepted_tokens + sum(row.num_accepted_tokens for row in drafted),
             drafted_by_place=_by_place(self.drafted_by_place, [row.num_draft_tokens for row in drafted]),
             accepted_by_place=_by_place(self.accepted_by_place, [row.num_accepted_tokens for row in drafted]),
+            num_draft_failures=self.num_draft_failures + num_draft_failures,
         )
 
 
@@ -287,6 +292,11 @@ class StepTotals:
     step_s: float = 0.0
     speculation: SpeculationTotals = SpeculationTotals()
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that were computed, drafts not counted."""
+        return self.num_prefill_tokens + self.num_decode_tokens
+
     def plus(self, stats: StepStats) -> StepTotals:
         """The totals with one more step in them."""
         return StepTotals(
@@ -298,7 +308,7 @@ class StepTotals:
             num_kv_slots_allocated=self.num_kv_slots_allocated + stats.num_kv_slots_allocated,
             num_kv_slots_used=self.num_kv_slots_used + stats.num_kv_slots_used,
             step_s=self.step_s + stats.schedule_s + stats.execute_s + stats.update_s,
-            speculation=self.speculation.plus(stats.rows),
+            speculation=self.speculation.plus(stats.rows, stats.num_draft_failures),
         )
 
 

@@ -295,6 +295,11 @@ def _sums(name: str, load: Load) -> Iterator[Metric]:
             drafts.num_accepted_tokens,
         ),
         (
+            "spec_decode_num_draft_failures",
+            "How often a sequence went without proposals because the draft model failed.",
+            drafts.num_draft_failures,
+        ),
+        (
             "latency_steps_over",
             "Steps that took longer than the latency targets left them.",
             load.latency.num_steps_over,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
 from headrace.engine.speculative.draft_model import DraftModel, Proposals
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_SLICE = 64
 """So many prompt tokens' logits are held at a time, whatever the length of a chunk."""
@@ -54,6 +57,7 @@ class ModelRunner:
         self._draft_model = draft_model
         self._graphs = graphs
         self._block_size = layout.block_size
+        self._has_told_draft_failure = False
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -68,7 +72,8 @@ class ModelRunner:
         is_prompt_told = hidden.shape[0] > num_places
         drawn = _draw(self._model, hidden[:num_places], proposals) if num_places else StepTables()
         prompt = _tell_prompts(self._model, hidden[num_places:], plan) if is_prompt_told else ()
-        return replace(to_result(plan, replace(drawn, prompt=prompt)), propose_s=propose_s)
+        result = to_result(plan, replace(drawn, prompt=prompt), proposals.failed)
+        return replace(result, propose_s=propose_s)
 
     def _forward(
         self, model: ForwardModel, attention: AttentionBackend, plan: StepPlan
@@ -90,7 +95,24 @@ class ModelRunner:
             return Proposals(plan)
         if self._draft_model is None:
             raise IntegrityError("a plan wants drafts, and this runner has no draft model")
-        return self._draft_model.propose(plan)
+        error: Exception | None = None
+        try:
+            proposals = self._draft_model.propose(plan)
+        except Exception as raised:
+            # Nobody's answer hangs on drafts: a failure is counted, told once, and costs this step's drafts.
+            error, proposals = raised, Proposals.none(plan)
+        if proposals.failed and not self._has_told_draft_failure:
+            self._has_told_draft_failure = True
+            logger.error(
+                "the draft model failed in step %d for %d of %d rows%s: they go on without drafts, and it is "
+                "asked ever more seldom. Further failures are only counted",
+                plan.step,
+                len(proposals.failed),
+                len(plan.rows),
+                "" if error else " (its numbers are not finite)",
+                exc_info=error,
+            )
+        return proposals
 
     def warm_up(self, num_prefill_tokens: int, num_decode_rows: int) -> None:
         """Run the largest steps once, over the null block, so that no request pays for first calls.

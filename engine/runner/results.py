@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -38,12 +38,19 @@ class StepTables:
     failures: tuple[str | None, ...] = ()
 
 
-def to_result(plan: StepPlan, tables: StepTables) -> StepResult:
-    """Bring the tables to the host, in the step's one copy, and share them out."""
+def to_result(plan: StepPlan, tables: StepTables, draft_failed: frozenset[int] = frozenset()) -> StepResult:
+    """Bring the tables to the host, in the step's one copy, and share them out.
+
+    Args:
+        draft_failed: places of rows that the draft model has failed for.
+    """
     prompt = torch.cat(tables.prompt) if tables.prompt else None
     tokens, logprobs, told = (iter(t) for t in _to_host((tables.tokens, tables.logprobs, prompt)))
     failures = iter(tables.failures)
-    return StepResult(tuple(_row_result(row, tokens, logprobs, told, failures) for row in plan.rows))
+    results = [_row_result(row, tokens, logprobs, told, failures) for row in plan.rows]
+    for place in draft_failed:
+        results[place] = replace(results[place], is_draft_failed=True)
+    return StepResult(tuple(results))
 
 
 def _row_result(

@@ -143,6 +143,8 @@ class RowResult:
         failure: why the row can't go on (non-finite logits, say); None when it is healthy.
         is_own_doing: whether the request's own controls are why.
         num_draft_tokens: drafts that were judged, whoever made them.
+        is_draft_failed: whether the draft model was given work for the row and could not do it. The row then
+            made what it makes without drafts.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -151,6 +153,7 @@ class RowResult:
     failure: str | None = None
     is_own_doing: bool = False
     num_draft_tokens: int = 0
+    is_draft_failed: bool = False
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,19 @@ class Proposals:
         plan: every draft is a token of its row.
         weights: by the place of a row in the plan, (N, V): what its drafts were drawn by, up to a factor per
             draft. Only for rows whose drafts are judged by rejection sampling.
+        failed: places of rows that the draft model was given work for and could not do it. Its KV of them is
+            not to be trusted.
     """
 
     plan: StepPlan
     weights: dict[int, Tensor] = field(default_factory=dict)
+    failed: frozenset[int] = frozenset()
+
+    @staticmethod
+    def none(plan: StepPlan) -> Proposals:
+        """Every row goes without drafts, for the draft model has failed."""
+        failed = frozenset(place for place, row in enumerate(plan.rows) if row.draft is not None)
+        return Proposals(replace(plan, rows=tuple(row._replace(draft=None) for row in plan.rows)), {}, failed)
 
 
 @dataclass(slots=True)
@@ -49,6 +58,7 @@ class _Drafting:
     num_wanted: int
     token_ids: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    is_failed: bool = False
 
     def sampled_row(self) -> SampledRow:
         """How its next draft is chosen: by all the controls that the target's token there is chosen by."""
@@ -134,12 +144,13 @@ class DraftModel:
         sampled_rows = [each.sampled_row() for each in drafting]
         given = distributions(logits, sampled_rows)
         chosen = choose(given, sampled_rows)
-        is_usable = (chosen.is_healthy & chosen.has_choice).tolist()
+        is_healthy, has_choice = torch.stack((chosen.is_healthy, chosen.has_choice)).tolist()
         place_of = {row: i for i, row in enumerate(given.drawn)}
         going_on = []
         for i, (each, token_id) in enumerate(zip(drafting, chosen.token_ids.tolist(), strict=True)):
             # This hangs on the distribution alone, not on the token: else some tokens would be favoured.
-            if not is_usable[i]:
+            each.is_failed = not is_healthy[i]
+            if not is_healthy[i] or not has_choice[i]:
                 continue
             each.token_ids.append(token_id)
             if given.weights is not None and i in place_of and not each.is_coupled:
@@ -203,4 +214,5 @@ def _put_in(plan: StepPlan, drafting: Sequence[_Drafting]) -> Proposals:
         )
         if each.weights:
             weights[each.place] = torch.stack(each.weights)
-    return Proposals(StepPlan(plan.step, tuple(rows)), weights)
+    failed = frozenset(each.place for each in drafting if each.is_failed)
+    return Proposals(StepPlan(plan.step, tuple(rows)), weights, failed)

@@ -23,6 +23,8 @@ _PRIOR_WEIGHT = 8.0
 _SLOW_FORGET = 0.999
 _PLACE_WEIGHT = 6.0
 _FADES = 0.9
+_LONGEST_REST = 512
+"""After a failure a sequence goes without the draft model for a step, then two, then four, up to so many."""
 
 
 class _State:
@@ -30,12 +32,15 @@ class _State:
 
     Args:
         num_computed: its first so many tokens have valid draft KV.
+        num_resting: so many steps it goes without the draft model, which has failed.
+        last_rest: how many it went without the last time; 0 when the draft model has done its work since.
     """
 
-    __slots__ = ("num_computed", "rate", "rates")
+    __slots__ = ("last_rest", "num_computed", "num_resting", "rate", "rates")
 
     def __init__(self, num_places: int) -> None:
         self.num_computed = 0
+        self.num_resting = self.last_rest = 0
         self.rate = KeptRate()
         self.rates = [KeptRate() for _ in range(num_places)]
 
@@ -79,6 +84,9 @@ class DraftModelProposer:
         if most <= 0:
             return ()
         state = self._state(sequence)
+        if state.num_resting > 0:
+            state.num_resting -= 1
+            return ()
         usual = state.rate.chance(self._shared.chance(_PRIOR, _PRIOR_WEIGHT), _PRIOR_WEIGHT)
         return tuple(state.rates[place].chance(usual, _PLACE_WEIGHT) for place in range(most))
 
@@ -99,6 +107,8 @@ class DraftModelProposer:
     def catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
         """See `Proposer.catch_up`."""
         state = self._state(sequence)
+        if state.num_resting > 0:
+            return None
         return self._work(sequence, min(end_position, state.num_computed + MAX_CATCH_UP, self._max_len))
 
     def observe(self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult) -> None:
@@ -112,11 +122,23 @@ class DraftModelProposer:
             state.rates[place].add(is_kept=is_kept)
             state.rate.add(is_kept=is_kept)
             self._shared.add(is_kept=is_kept)
+        if outcome.is_draft_failed:
+            self._rest(sequence, state)
+            return
+        if row.draft.num_drafts > 0:
+            state.last_rest = 0
         # The last draft was proposed and not computed; those that were refused are not the text's.
         num_valid = max(0, min(num_kept, outcome.num_draft_tokens - 1))
         state.num_computed = row.draft.end_position + num_valid
         num_full = state.num_computed // self._kv.layout.block_size
         self._kv.drafted.mark(self._kv.block_ids(sequence.sequence_id)[:num_full])
+
+    def _rest(self, sequence: Sequence, state: _State) -> None:
+        """Leave a sequence in peace for some steps, then begin with it anew: what the draft model has
+        computed of it may be what its failure came from."""
+        state.last_rest = state.num_resting = min(_LONGEST_REST, max(1, 2 * state.last_rest))
+        state.num_computed = 0
+        self._kv.drafted.forget(self._kv.block_ids(sequence.sequence_id))
 
     def begin(self, sequence: Sequence) -> None:
         """See `Proposer.begin`: of the KV that it finds the draft model's part may be missing."""
