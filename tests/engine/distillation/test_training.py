@@ -75,7 +75,7 @@ def test_it_learns_to_say_what_the_target_says(tmp_path: Path, variant: str) -> 
     training.run(progress)
     after = training.judge()
     assert after.same_token > before.same_token + 0.2
-    assert after.overlap > before.overlap + 0.1
+    assert 1 - after.overlap < 0.7 * (1 - before.overlap)
     losses = [float(note.split("loss ")[1].split(";")[0]) for note in progress.notes]
     assert len(losses) > 5
     # Of the loss the target's own uncertainty is what can't be learnt away.
