@@ -36,6 +36,8 @@ from headrace.service.speculation_settings import SpeculationSettings
 _PREFIX = "HEADRACE_"
 _ENGINE_NAMES = {"memory_bytes": "kv_memory", "num_threads": "threads"}
 """Settings of the engine that have another name here."""
+_VARIABLES_OF_CLIENTS = ("HEADRACE_TLS_CA", "HEADRACE_TOKEN")
+"""What `headrace health` reads in the same environment, as in a container."""
 
 
 class InvalidConfig(Exception):
@@ -195,7 +197,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
     @model_validator(mode="after")
     def _suits_the_engine(self) -> Self:
         if self.kv_memory is not None and self.num_blocks is not None:
-            raise ValueError("kv_memory and num_blocks are both given: they say the same, leave one out")
+            raise ValueError("--kv-memory and --num-blocks are both given: they say the same, leave one out")
         try:
             self.engine_config(Path(self.model))
         except ConfigError as error:
@@ -301,7 +303,7 @@ def in_flags(message: str) -> str:
 
 def environment_doubts() -> Iterator[str]:
     """Name variables that look like ours and mean nothing: a misspelt one would be ignored silently."""
-    known = [_variable(name) for name in ServiceConfig.model_fields]
+    known = [*_VARIABLES_OF_CLIENTS, *(_variable(name) for name in ServiceConfig.model_fields)]
     for name in sorted(os.environ):
         if name.startswith(_PREFIX) and name not in known:
             nearest = get_close_matches(name, known, 1, cutoff=0.85)

@@ -138,27 +138,30 @@ class EdgeSettings(BaseSettings):
 
     def _incomplete(self) -> Iterator[str]:
         if (self.tls_cert is None) != (self.tls_key is None):
-            yield "tls_cert and tls_key belong together: give both, or neither"
+            yield "--tls-cert and --tls-key belong together: give both, or neither"
         elif self.tls_cert is None and (self.tls_client_ca or self.control_tls_client_ca):
-            yield "tls_client_ca needs TLS: give tls_cert and tls_key, too"
+            yield "--tls-client-ca needs TLS: give --tls-cert and --tls-key, too"
         if self.jwt_jwks is not None and not (self.jwt_issuer and self.jwt_audience):
-            yield "jwt_jwks needs jwt_issuer and jwt_audience: else tokens for other services would open this"
+            yield (
+                "--jwt-jwks needs --jwt-issuer and --jwt-audience: else tokens for other services would open "
+                "this"
+            )
         if self.jwt_jwks is None and (self.jwt_issuer or self.jwt_audience):
-            yield "jwt_issuer and jwt_audience mean nothing without jwt_jwks"
+            yield "--jwt-issuer and --jwt-audience mean nothing without --jwt-jwks"
 
     def _too_open(self) -> Iterator[str]:
         if self.insecure:
             return
         for flag, host, rules in (
-            ("host", self.host, self.caller_rules()),
-            ("control_host", self.control_host, self.control_rules()),
+            ("--host", self.host, self.caller_rules()),
+            ("--control-host", self.control_host, self.control_rules()),
         ):
-            lacks = [*([] if self.tls_cert else ["TLS (tls_cert, tls_key)"])]
-            lacks += [] if rules.is_on else ["authentication (auth_tokens, jwt_jwks or tls_client_ca)"]
+            lacks = [*([] if self.tls_cert else ["TLS (--tls-cert, --tls-key)"])]
+            lacks += [] if rules.is_on else ["authentication (--auth-tokens, --jwt-jwks or --tls-client-ca)"]
             if lacks and not is_loopback(host):
                 yield (
                     f"{flag} {host!r} is open to other machines without {' and '.join(lacks)}: give it, "
-                    "listen on 127.0.0.1, or set insecure where something in front of it does that"
+                    "listen on 127.0.0.1, or set --insecure where something in front of it does that"
                 )
 
 
@@ -167,7 +170,7 @@ def _otlp_tracer(endpoint: str, ratio: float) -> Tracer:
         # An extra of its own: whoever traces nothing needs no such library.
         from headrace.service.otel import otlp_tracer  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise UnusableFile(f"otlp_endpoint needs {error.name}: pip install 'headrace[otel]'") from error
+        raise UnusableFile(f"--otlp-endpoint needs {error.name}: pip install 'headrace[otel]'") from error
     return otlp_tracer(endpoint, ratio)
 
 

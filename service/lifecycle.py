@@ -218,7 +218,7 @@ def _log_entrances(config: ServiceConfig) -> None:
     if config.insecure:
         log.warning("insecure: ports may be open to other machines in plain text, or to everybody")
     if control.certificate_roles == frozenset() and not control.needs_token:
-        log.warning("nobody may enter the operator's port: give control_tls_client_ca or auth_tokens")
+        log.warning("nobody may enter the operator's port: give --control-tls-client-ca or --auth-tokens")
 
 
 def _load(config: ServiceConfig, source: ModelSource) -> LoadedModel:

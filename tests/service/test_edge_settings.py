@@ -44,9 +44,9 @@ def test_a_port_open_to_others_needs_tls_and_auth_or_a_clear_word(
         (TLS[:2], "belong together"),
         (("--tls-client-ca", "x"), "needs TLS"),
         (("--control-tls-client-ca", "x"), "needs TLS"),
-        (("--jwt-jwks", "x"), "needs jwt_issuer and jwt_audience"),
-        (("--jwt-jwks", "x", "--jwt-issuer", "i"), "needs jwt_issuer and jwt_audience"),
-        (("--jwt-issuer", "i"), "mean nothing without jwt_jwks"),
+        (("--jwt-jwks", "x"), "needs --jwt-issuer and --jwt-audience"),
+        (("--jwt-jwks", "x", "--jwt-issuer", "i"), "needs --jwt-issuer and --jwt-audience"),
+        (("--jwt-issuer", "i"), "mean nothing without --jwt-jwks"),
     ],
 )
 def test_half_of_a_setting_is_refused(argv: tuple[str, ...], problem: str) -> None:
