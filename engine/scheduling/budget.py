@@ -45,12 +45,17 @@ _MAX_DRY_STEPS = 16
 _PATIENCE_S = 10.0
 """After so long without anybody who joins, while somebody could, one joins."""
 _GAP_GAIN = 0.05
+"""Weight of the newest of the gaps between two that join."""
 _NUM_LONE_STEPS = 33
+"""The last so many steps with a row or two say what such a step takes."""
 _CHECK_STEPS = 64
+"""Every so many steps it is looked whether targets are within reach."""
 _LATE_EVERY = 8
 """Every so many places the first of those that are late already has its turn."""
 _SHARE_GAIN = 0.1
+"""Weight of the newest step, or prompt, in what prompts get of steps and of the prefix cache."""
 _LEAST_SHARE = 0.02
+"""Prompts are taken to get no less of a step than this, so that no forecast grows without bound."""
 
 
 class LatencyBudget:
@@ -258,8 +263,8 @@ class LatencyBudget:
 
     def _predicted_ttft_s(self, num_prompt_tokens: int, num_before: int) -> float:
         """How long one that comes now waits for its first token if the queue goes on as it went, seconds."""
-        lone_row_s = self.costs.seconds_of_decodes(1, 1)
-        return lone_row_s + self._prefill_s(num_prompt_tokens) + num_before * self._join_gap_s
+        decode_s = self.costs.seconds_of_decodes(1, 1)
+        return decode_s + self._prefill_s(num_prompt_tokens) + num_before * self._join_gap_s
 
     def _is_attainable(self, targets: LatencyTargets) -> bool:
         """Whether targets can be kept with a single sequence running, as far as is known."""
