@@ -1,0 +1,77 @@
+"""Containers: what the files in docker/ tell to run is what the server takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace.service.config import ServiceConfig, load_config
+from tests.support.repository import ROOT
+
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ServiceConfig.model_fields:
+        monkeypatch.delenv(f"HEADRACE_{name.upper()}", raising=False)
+
+
+def variables_of(dockerfile: Path) -> Mapping[str, str]:
+    """What the last image of a Dockerfile sets for the server."""
+    last = dockerfile.read_text().rpartition("\nFROM ")[2]
+    return dict(re.findall(r"\b(HEADRACE_\w+)=(\S+)", last))
+
+
+def run_lines(dockerfile: Path) -> Iterator[list[str]]:
+    """The arguments of each `docker run` of its head that is told whole."""
+    head = re.sub(r"(?m)^#", "", dockerfile.read_text()).partition("\n\n\n")[0].replace("\\\n", " ")
+    for line in re.findall(r"(?m)^ +docker run (.*)$", head):
+        if not line.startswith("…"):
+            yield shlex.split(line)
+
+
+def set_all(variables: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def published(ports: list[str]) -> set[str]:
+    return {port.rpartition(":50051:50051")[0] for port in ports}
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_every_run_that_a_dockerfile_tells_of_starts(
+    dockerfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = list(run_lines(dockerfile))
+    insecure = []
+    for arguments in runs:
+        given = {option: [] for option in ("-e", "-p")}
+        for option, value in pairwise(arguments):
+            if option in given:
+                given[option].append(value)
+        with monkeypatch.context() as patch:
+            set_all(variables_of(dockerfile), patch)
+            set_all(dict(pair.split("=", 1) for pair in given["-e"]), patch)
+            config = load_config(())
+        insecure.append(config.insecure)
+        assert published(given["-p"]) == ({"127.0.0.1"} if config.insecure else {""})
+    assert sorted(insecure) == [False, True]
+
+
+def test_the_composed_service_starts_and_is_open_to_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["headrace"]
+    dockerfile = DOCKER / service["build"]["context"] / service["build"]["dockerfile"]
+    set_all(variables_of(dockerfile) | service["environment"], monkeypatch)
+    assert load_config(()).insecure
+    assert published(service["ports"]) == {"127.0.0.1"}
