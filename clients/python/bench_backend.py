@@ -150,9 +150,11 @@ class GrpcBackend:
 
     @property
     def tells_output(self) -> bool:
+        """See `Backend`."""
         return True
 
     async def describe(self) -> Server:
+        """See `Backend`."""
         protocol = "grpc session" if self.is_multiplexed else "grpc streams"
         try:
             async with InferenceClient(self.target, connection=self.connection) as client:
@@ -168,6 +170,7 @@ class GrpcBackend:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
+        """See `Backend`."""
         # No retries: a refusal is a result, and a second attempt would be hidden in the latency of the first.
         once = RetryPolicy(max_attempts=1)
         async with InferenceClient(self.target, retry=once, connection=self.connection) as client:

@@ -53,15 +53,18 @@ class OpenAiBackend:
 
     @property
     def tells_output(self) -> bool:
+        """See `Backend`."""
         return False
 
     async def describe(self) -> Server:
+        """See `Backend`."""
         model = await self._model()
         protocol = "openai chat" if self.is_chat else "openai completions"
         return Server(protocol, self.url, {"model": {"name": model}})
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
+        """See `Backend`."""
         model = await self._model()
         async with self._client() as client:
             yield _OpenAiConnection(client, self, model)

@@ -42,6 +42,7 @@ def end_interrupted(status: int = INTERRUPTED) -> NoReturn:
 
 
 def hand_over(command: str, arguments: list[str]) -> NoReturn:
+    """Let the server's own program do `command`; without the server extra it ends the command."""
     from headrace.clients import launch  # noqa: PLC0415
 
     require_server(command)
@@ -49,6 +50,7 @@ def hand_over(command: str, arguments: list[str]) -> NoReturn:
 
 
 def require_server(command: str) -> None:
+    """End the command where the server extra, which `command` needs, is not installed."""
     from headrace.clients import launch  # noqa: PLC0415
 
     try:
@@ -58,6 +60,7 @@ def require_server(command: str) -> None:
 
 
 def fail_with(error: HeadraceError) -> NoReturn:
+    """End the command with what went wrong, in the words of the command line."""
     from headrace.clients import errors  # noqa: PLC0415
 
     message = error.message
@@ -71,5 +74,6 @@ def fail_with(error: HeadraceError) -> NoReturn:
 
 
 def fail(message: str, status: int) -> NoReturn:
+    """End the command with one line on standard error and an exit status."""
     typer.echo(f"headrace: {' '.join(message.split())}", err=True)
     raise typer.Exit(status)
