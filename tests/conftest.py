@@ -12,7 +12,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A slow machine is no failure; the global timeout catches what hangs.
-hypothesis.settings.register_profile("headrace", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "headrace",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    print_blob=True,
+)
 hypothesis.settings.load_profile("headrace")
 
 
