@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ WORK_FOLDER = "distillation"
 SETTINGS_FILE = "settings.json"
 REPORT_FILE = "report.json"
 _CHECKPOINT_FILE = "checkpoint.pt"
-_PIECE_TOKENS = 32_768
+PIECE_TOKENS = 32_768
 _BATCH_ROWS = 64
 _JUDGED_DRAFTS = 4
 _JUDGED_PROMPTS = 8
@@ -147,7 +148,7 @@ def _add_pieces(
     num_wanted, num_there = settings.num_corpus_tokens, corpus.num_tokens
     teacher: Teacher | None = None
     while num_there < num_wanted:
-        sequences = _taken(source, min(_PIECE_TOKENS, num_wanted - num_there), num_there, settings, progress)
+        sequences = _taken(source, min(PIECE_TOKENS, num_wanted - num_there), num_there, settings, progress)
         if not sequences:
             break
         teacher = teacher or Teacher(settings.target)
@@ -240,7 +241,8 @@ def _measured(
     progress(_JUDGING, 2, 3)
     drafted_rate, _ = _rate_of(replace(plain, speculation=drafting), prompts)
     progress(_JUDGING, 3, 3)
-    places = zip(totals.accepted_by_place, totals.drafted_by_place, strict=True)
+    # No draft was ever kept at the places that are missing from the first.
+    places = zip_longest(totals.accepted_by_place, totals.drafted_by_place, fillvalue=0)
     return DraftReport(
         num_parameters=num_parameters,
         accepted_by_place=tuple(kept / made if made else 0.0 for kept, made in places)[:_JUDGED_DRAFTS],

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -39,12 +42,19 @@ class RecordedProgress:
         self.notes.append(text)
 
 
+def tick_while_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of a second per look: a time is a number of updates on any machine, some 2 s for each."""
+    ticks = count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr("headrace.engine.distillation.training.time", clock)
+
+
 def tiny_settings(target: Path, output: Path, **others: Any) -> DistillationSettings:
-    """Of a distillation that takes a second or two."""
+    """Of a distillation that takes a moment, its clock being `tick_while_learning`'s."""
     small = {
         "num_layers": 1,
-        "num_corpus_tokens": 1500,
-        "training_s": 0.5,
+        "num_corpus_tokens": 1000,
+        "training_s": 12.0,
         "max_sequence_len": 32,
         "batch_tokens": 256,
         "num_candidates": 512,

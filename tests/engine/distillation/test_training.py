@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from tests.support.distillation import (
     RecordedProgress,
     drawn_sequences,
     taught_corpus,
+    tick_while_learning,
     tiny_settings,
 )
 from tests.support.tiny_models import write_tiny_family, write_tiny_llama
@@ -25,9 +24,7 @@ from tests.support.tiny_models import write_tiny_family, write_tiny_llama
 
 @pytest.fixture(autouse=True)
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of a second per look, so that a time is a number of updates on any machine."""
-    ticks: Iterator[int] = count()
-    monkeypatch.setattr("headrace.engine.distillation.training.time.monotonic", lambda: float(next(ticks)))
+    tick_while_learning(monkeypatch)
 
 
 class Bench:
