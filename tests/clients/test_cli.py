@@ -6,14 +6,13 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 
 from headrace.v1 import generation_pb2
-from tests.support.fake_scripts import Accept, Say, Step, bad_request, fails, says
+from tests.support.fake_scripts import bad_request, fails, says, says_and_hangs
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import HEADRACE, headrace_on_terminal, run_headrace, start_headrace
 
@@ -35,12 +34,6 @@ try:
 except SystemExit:
     print([name for name in ("grpc", "google.protobuf", "torch") if name in sys.modules])
 """
-
-
-async def says_and_hangs(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
-    yield Accept()
-    yield Say("one")
-    await asyncio.Event().wait()
 
 
 def is_one_clear_line(text: str) -> bool:

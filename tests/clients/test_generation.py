@@ -41,6 +41,7 @@ from tests.support.fake_scripts import (
     fails,
     retry_info,
     says,
+    says_and_hangs,
     status_of,
 )
 from tests.support.fake_server import running_fake_server
@@ -57,12 +58,6 @@ def says_then_fails(*texts: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAIL
         yield Fail(status_of(code, "gone", retry_info(0)))
 
     return script
-
-
-async def says_and_hangs(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
-    yield Accept()
-    yield Say("one")
-    await asyncio.Event().wait()
 
 
 async def collect(generation: Generation, events: list[Event]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from headrace.service.config import (
     quiet_grpc,
 )
 from headrace.service.limits import Limits
-from tests.support.repository import ROOT
 
 MODEL = ("--model", "m")
 
@@ -276,19 +274,3 @@ def test_threads_sleep_soon_unless_somebody_says_otherwise(
         monkeypatch.setenv(name, value)
     let_threads_sleep()
     assert os.environ.get("GOMP_SPINCOUNT") == spin_count
-
-
-@pytest.mark.parametrize("image", ["cpu", "cuda"])
-def test_an_image_starts_with_what_it_brings_and_a_word_about_who_may_enter(
-    monkeypatch: pytest.MonkeyPatch, image: str
-) -> None:
-    lines = (ROOT / "docker" / f"Dockerfile.{image}").read_text(encoding="utf-8").splitlines()
-    settings = dict(re.findall(r"(HEADRACE_\w+)=(\S+)", "\n".join(x for x in lines if x[:1] != "#")))
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidConfig, match="--insecure"):
-        load_config(())
-    monkeypatch.setenv("HEADRACE_INSECURE", "true")
-    config = load_config(())
-    assert (config.host, config.model) == (settings["HEADRACE_HOST"], settings["HEADRACE_MODEL"])
-    assert list(environment_doubts()) == []

@@ -111,6 +111,13 @@ def fails(code: grpc.StatusCode, message: str = "no", *details: Message) -> Scri
     return script
 
 
+async def says_and_hangs(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
+    """Say "one", and then nothing for ever."""
+    yield Accept()
+    yield Say("one")
+    await asyncio.Event().wait()
+
+
 async def echo(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
     """The default script: the words of the prompt, over and over, `max_tokens` of them.
 
