@@ -198,6 +198,22 @@ class KVCacheManager:
                 self._pool.keep(table.block_ids[i])
         table.num_shareable = num_full
 
+    def trim(self, sequence_id: SequenceId, num_tokens: int) -> int:
+        """Give back the blocks of a sequence that lie beyond its first `num_tokens` tokens; returns how many.
+
+        Nobody else can have found them: only what is computed is offered.
+        """
+        table = self._tables.get(sequence_id)
+        num_kept = -(-num_tokens // self._block_size)
+        if table is None or num_kept >= len(table.block_ids):
+            return 0
+        unused = table.block_ids[num_kept:]
+        del table.block_ids[num_kept:]
+        # The table may be as long again soon, with other blocks.
+        table.as_tuple = ()
+        self._pool.release(reversed(unused))
+        return len(unused)
+
     def free(self, sequence_id: SequenceId, *, is_over: bool = False) -> None:
         """Give back all that a sequence holds. Nothing happens when it holds nothing.
 

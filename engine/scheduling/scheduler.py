@@ -21,6 +21,7 @@ from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSeque
 from headrace.engine.scheduling.planning import PlanInProgress
 from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of
 from headrace.engine.sequence import Request, Sequence, SequenceStatus
+from headrace.engine.speculative.proposer import NO_DRAFTS
 from headrace.engine.speculative.speculator import Speculator
 
 _MAX_MISFITS = 16
@@ -134,6 +135,8 @@ class Scheduler:
             else:
                 self._grow(sequence, plan)
         if plan.num_preempted == 0 and self._speculator.is_active:
+            if self.waiting:
+                self._reclaim_lookahead(plan)
             self._add_drafts(plan)
         for sequence in reading:
             self._grow(sequence, plan)
@@ -196,6 +199,8 @@ class Scheduler:
             ):
                 plan.take(sequence, num_tokens)
                 return
+            if self._reclaim_lookahead(plan):
+                continue
             # The lowest goes first, so the best always progresses: no request is larger than the pool.
             self._preempt(self.running.last, plan)
 
@@ -210,12 +215,31 @@ class Scheduler:
             return
         missing = (self._kv.num_missing_blocks(each.sequence_id, len(each.token_ids)) for each in reading)
         spare = self._kv.num_available_blocks - sum(max(0, number) for number in missing)
+        is_awaited = bool(self.waiting) and bool(self._free_batch_slots)
         for sequence, drafts in drafts_of.items():
             num_tokens = sequence.num_computed_tokens + plan.num_tokens_of[sequence] + drafts.num_tokens
             needed = max(0, self._kv.num_missing_blocks(sequence.sequence_id, num_tokens))
+            if is_awaited and needed > self._num_blocks_soon(sequence):
+                # Those that it is about to need anyway are kept from whoever waits, others are not.
+                continue
             if needed <= spare and self._kv.allocate_slots(sequence.sequence_id, num_tokens) is not None:
                 spare -= needed
                 plan.add_drafts(sequence, drafts)
+
+    def _reclaim_lookahead(self, plan: PlanInProgress) -> int:
+        """Take back the blocks that earlier drafts were given and that the next tokens don't need; returns
+        how many."""
+        if not self._speculator.is_active:
+            return 0
+        return sum(
+            self._kv.trim(
+                sequence.sequence_id,
+                sequence.num_computed_tokens
+                + max(1, plan.num_tokens_of.get(sequence, 0))
+                + plan.drafts_of.get(sequence, NO_DRAFTS).num_tokens,
+            )
+            for sequence in self.running
+        )
 
     def _preempt(self, victim: Sequence, plan: PlanInProgress) -> None:
         """Preemption by recompute: all blocks back, all known tokens to be computed again."""

@@ -171,3 +171,20 @@ def test_a_table_is_begun_once():
     kv.adopt(B, match)
     with pytest.raises(IntegrityError, match="a block table already"):
         kv.adopt(B, match)
+
+
+def test_blocks_beyond_what_is_needed_can_be_given_back():
+    kv = make_manager(num_blocks=5)
+    kv.allocate_slots(A, 20)
+    first, second, *unused = kv.block_ids(A)
+    assert kv.trim(A, 5) == 3
+    assert kv.block_ids(A) == (first, second)
+    assert kv.num_available_blocks == 3
+    assert kv.trim(A, 5) == kv.trim(A, 9) == kv.trim(B, 1) == 0
+    # As long again as it was before, with other blocks: the table that is told is the one that is held.
+    kv.allocate_slots(B, 4)
+    kv.allocate_slots(A, 16)
+    assert kv.block_ids(A)[:2] == (first, second)
+    assert not set(kv.block_ids(A)) & set(kv.block_ids(B))
+    assert set(kv.block_ids(A) + kv.block_ids(B)) == {first, second, *unused}
+    kv.check_integrity()
