@@ -126,7 +126,19 @@ def test_the_grpcurl_example_names_a_method_and_its_message() -> None:
 
 
 async def test_every_flag_and_variable_that_is_named_exists() -> None:
-    commands = ("serve", "generate", "chat", "health", "bench", "tune", "budget", "token", "top", "timeline")
+    commands = (
+        "serve",
+        "generate",
+        "chat",
+        "health",
+        "bench",
+        "tune",
+        "budget",
+        "draft",
+        "token",
+        "top",
+        "timeline",
+    )
     helps = [await run_headrace(*command, "--help") for command in [(), *((name,) for name in commands)]]
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(outcome.out for outcome in helps)))
     known |= {"--help", "--raw", "--only"}
