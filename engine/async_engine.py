@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +28,8 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.validation import max_tokens_for
 
 logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
 
 
 class AsyncEngine:
@@ -246,9 +249,8 @@ class AsyncEngine:
             if plan is None:
                 if self._config.check_integrity:
                     self._core.check_integrity()
-                self._idle.set()
                 self._wake.clear()
-                await self._wake.wait()
+                await self._rest()
                 continue
             result = await loop.run_in_executor(self._executor, self._barrier.execute, plan)
             events, stats = self._core.finish_step(result)
@@ -256,6 +258,19 @@ class AsyncEngine:
             self._publish(events)
             for watch in self._watches:
                 watch.put(stats)
+
+    async def _rest(self) -> None:
+        """Wait until something comes, or until a batch begins that waits to be filled."""
+        due_s = self._core.due_s
+        if due_s is None:
+            self._idle.set()
+            await self._wake.wait()
+            return
+        # To wait on purpose is no standstill, so the heartbeat goes on.
+        self._last_progress_s = now_s = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(_HEARTBEAT_S, max(0.0, due_s - now_s))):
+                await self._wake.wait()
 
     def _publish(self, events: list[RequestEvent]) -> None:
         for request_id, event in events:

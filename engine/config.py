@@ -110,6 +110,8 @@ class SchedulerConfig:
         priority_ageing_s: waiting time after which a request counts as one class higher, seconds.
         client_weights: share of a client relative to others; 1 for whoever is not in it.
         batching: see `BatchingPolicy`.
+        static_batch_wait_s: with `BatchingPolicy.STATIC`, for how long the oldest request waits for others to
+            fill up the batch that it is to be in, seconds; a batch that is full begins at once.
     """
 
     max_num_seqs: int = 16
@@ -121,8 +123,13 @@ class SchedulerConfig:
     max_waiting_tokens: int = 2**21
     priority_ageing_s: float = 10.0
     client_weights: Mapping[str, float] = field(default_factory=dict)
+    static_batch_wait_s: float = 0.05
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.static_batch_wait_s < math.inf:
+            raise ConfigError(
+                f"static_batch_wait_s={self.static_batch_wait_s}: must be a time of 0 s or more, and finite"
+            )
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
         _require_at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
         _require_at_least("max_num_waiting", self.max_num_waiting, 1)

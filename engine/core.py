@@ -118,6 +118,12 @@ class EngineCore:
         return bool(self._live)
 
     @property
+    def due_s(self) -> float | None:
+        """When `begin_step` is to be called again if it has planned nothing and nothing comes meanwhile, by
+        the engine's clock; None for never."""
+        return self._scheduler.due_s if self._live else None
+
+    @property
     def load(self) -> Load:
         """How busy it is now."""
         return Load(
@@ -218,7 +224,8 @@ class EngineCore:
             heapify(self._expiries)
 
     def begin_step(self) -> StepPlan | None:
-        """Plan the next step; None when no request is live. `finish_step` must follow before the next one."""
+        """Plan the next step; None when there is nothing to do before `due_s`. `finish_step` must follow
+        before the next one."""
         if self._begun is not None:
             raise IntegrityError(f"step {self._begun.plan.step} was never finished")
         started_s = self._clock()

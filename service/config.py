@@ -247,6 +247,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
             max_text_bytes=self.max_text_size,
             max_request_s=self.max_request_s,
             slow_reader_s=self.slow_reader_s,
+            max_priority=self.max_priority,
         )
 
 

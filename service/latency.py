@@ -36,8 +36,9 @@ def targets_from_proto(
     for name in ("time_per_output_token", "time_to_first_token"):
         if request.HasField(name):
             violations += _target_violations(name, getattr(request, name))
-    if request.HasField("priority") and not -limits.max_priority <= request.priority <= limits.max_priority:
-        wanted = f"must be from {-limits.max_priority} to {limits.max_priority}"
+    is_known = limits.min_priority <= request.priority <= limits.max_priority
+    if request.HasField("priority") and not is_known:
+        wanted = f"must be from {limits.min_priority} to {limits.max_priority}"
         violations.append(FieldViolation("priority", f"{wanted}, got {request.priority}"))
     if violations:
         raise InvalidRequest(*violations)

@@ -15,7 +15,7 @@ _MS = 1e-3
 Milliseconds = Annotated[
     float, Field(ge=MIN_LATENCY_TARGET_S / _MS, le=MAX_LATENCY_TARGET_S / _MS, allow_inf_nan=False)
 ]
-Priority = Annotated[int, Field(ge=-Limits().max_priority, le=Limits().max_priority)]
+Priority = Annotated[int, Field(ge=Limits().min_priority, le=Limits().max_priority)]
 
 
 class LatencySettings(BaseSettings):

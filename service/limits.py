@@ -25,7 +25,7 @@ class Limits:
         max_stop_token_ids: stop ids of one request.
         max_stop_strings, max_stop_string_bytes: stop strings of one request, and the size of each.
         max_sequences: sequences of one request, told or not.
-        max_priority: highest priority; the lowest is as far below 0.
+        min_priority, max_priority: lowest and highest priority that a request may ask for.
         max_logit_biases: token ids whose logit one request changes.
         max_listed_token_ids: ids of a list of allowed or banned ones.
         max_bad_words, max_bad_word_bytes: bad words of one request, and the size of each.
@@ -53,6 +53,7 @@ class Limits:
     max_stop_strings: int = 32
     max_stop_string_bytes: int = 1024
     max_sequences: int = 128
+    min_priority: int = -100
     max_priority: int = 100
     max_logit_biases: int = 1024
     max_listed_token_ids: int = 16_384

@@ -95,8 +95,8 @@ def default_sampling(model: ModelInfo) -> SamplingParams:
 
 def count_violations(start: pb.StartGeneration, limits: Limits) -> Iterator[FieldViolation]:
     """Name what is wrong with the numbers of sequences, and with the priority."""
-    if not -limits.max_priority <= start.priority <= limits.max_priority:
-        wanted = f"must be from {-limits.max_priority} to {limits.max_priority}"
+    if not limits.min_priority <= start.priority <= limits.max_priority:
+        wanted = f"must be from {limits.min_priority} to {limits.max_priority}"
         yield FieldViolation("priority", f"{wanted}, got {start.priority}")
     n, most = num_sequences(start), limits.max_sequences
     if not 1 <= n <= most:

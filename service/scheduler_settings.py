@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings
 
 from headrace.engine import BatchingPolicy, SchedulerConfig
+from headrace.service.limits import Limits
 
 
 class SchedulerSettings(BaseSettings):
@@ -16,6 +17,13 @@ class SchedulerSettings(BaseSettings):
     batching: Literal["continuous", "static"] = Field(
         "continuous",
         description="when waiting requests join: at every step, or when the last batch is finished",
+    )
+    static_batch_wait_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="with static batching, for how long the oldest request waits for others to fill up its "
+        f"batch, seconds (default: {SchedulerConfig().static_batch_wait_s:g}); a full one begins at once",
     )
     max_num_seqs: int = Field(16, ge=1, description="batch slots: most sequences in one step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget: most tokens in one step")
@@ -31,6 +39,12 @@ class SchedulerSettings(BaseSettings):
         description="most tokens, prompts and answers, that they may come to hold; more are refused",
     )
     max_num_skips: int = Field(64, ge=0, description="later requests that may pass one that does not fit yet")
+    max_priority: int = Field(
+        Limits().max_priority,
+        ge=Limits().min_priority,
+        le=Limits().max_priority,
+        description="highest priority that a request may ask for; one that asks for more is refused",
+    )
     priority_ageing_s: float = Field(
         10.0,
         gt=0,
@@ -42,6 +56,14 @@ class SchedulerSettings(BaseSettings):
         description="a client's share relative to others', such as batch=0.5; 1 for who is not named; "
         "repeatable",
     )
+
+    @model_validator(mode="after")
+    def _only_static_batches_wait(self) -> Self:
+        if self.static_batch_wait_s is not None and self.batching != "static":
+            raise ValueError(
+                "static_batch_wait_s is for static batching alone: set batching to static, or leave it out"
+            )
+        return self
 
     def scheduler_config(self) -> SchedulerConfig:
         """What the scheduler is told."""
@@ -55,4 +77,7 @@ class SchedulerSettings(BaseSettings):
             max_waiting_tokens=self.max_waiting_tokens,
             priority_ageing_s=self.priority_ageing_s,
             client_weights=self.client_weights,
+            static_batch_wait_s=SchedulerConfig().static_batch_wait_s
+            if self.static_batch_wait_s is None
+            else self.static_batch_wait_s,
         )

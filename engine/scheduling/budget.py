@@ -11,6 +11,10 @@ A target of TTFT, time to first token, decides whose prompt is next. When not ev
 better that some are than nobody: who is sure to be late gives way to who isn't, but for every eighth place.
 
 Where the two are in conflict TPOT goes first: one step that is too long breaks the promise to all that run.
+
+A TPOT that not even a lone row keeps is a wish that nobody can grant. To serve a row or two at a time for its
+sake would only break the promise of TTFT, too: what is planned for then is `UNREACHED_FACTOR` times the step
+of a lone row, which on the machines that were measured serves as many as no target at all.
 """
 
 from __future__ import annotations
@@ -28,16 +32,20 @@ from headrace.engine.scheduling.admission import LEAST_RETRY_S
 from headrace.engine.scheduling.allowance import StepAllowance
 from headrace.engine.scheduling.cost_model import StepCostModel, StepShape, attended_pairs
 from headrace.engine.scheduling.plan import StepPlan
-from headrace.engine.scheduling.promises import ClassRecord
+from headrace.engine.scheduling.promises import MOST_AIM, ClassRecord, TpotAim
 from headrace.engine.scheduling.queue import WaitingQueue
 from headrace.engine.sequence import Request, Sequence
 
 logger = logging.getLogger(__name__)
 
-AIM = 0.95
-"""Of a target, in what is planned: the rest is for noise, and for the way to the client."""
+AIM = MOST_AIM
+"""Of a TTFT target, in what is planned; of a TPOT target it is at most as much, see `TpotAim`."""
 LEAST_TPOT_FACTOR = 1.25
-"""A TPOT below so many times a step with a single row can't be kept: the engine then aims at that."""
+"""A TPOT below so many times a step with a single row can't be kept."""
+UNREACHED_FACTOR = 3.0
+"""The engine then aims at so many times such a step."""
+_REACH_AGAIN = 1.1
+"""One that was out of reach is within it again when there is so much room: no target comes and goes."""
 _LEAST_PACE = 0.8
 """A sequence that is behind still bears steps of so much of its target: it catches up by the rest."""
 _MAX_DRY_STEPS = 16
@@ -86,6 +94,8 @@ class LatencyBudget:
         self._num_steps_over = 0
         self._records: dict[int | None, ClassRecord] = {}
         self._told_attainable: dict[int | None, bool] = {}
+        self._aims: dict[int | None, TpotAim] = {}
+        self._unreached_s: set[float] = set()
 
     @property
     def targets(self) -> tuple[tuple[int | None, LatencyTargets], ...]:
@@ -106,14 +116,17 @@ class LatencyBudget:
             for listed in self._of_class:
                 self._records.pop(listed, None)
                 self._told_attainable.pop(listed, None)
+            self._aims.clear()
             self._of_class.clear()
         elif priority in self._of_class or len(self._of_class) < MAX_LATENCY_CLASSES:
             self._of_class[priority] = targets
+            self._aims.pop(priority, None)
         else:
             raise ConfigError(
                 f"{MAX_LATENCY_CLASSES} priority classes have latency targets of their own already: set them "
                 "for all classes, which forgets those of single ones"
             )
+        self._look_what_is_in_reach()
 
     def targets_of(self, sequence: Sequence) -> LatencyTargets:
         """What is promised to a sequence."""
@@ -182,6 +195,7 @@ class LatencyBudget:
         self.costs.observe(shape, seconds)
         if len(plan.rows) <= 2 and shape.num_decode_tokens > 0 and shape.num_prefill_tokens == 0:
             self._lone_steps_s.append(seconds)
+            self._look_what_is_in_reach()
         self._num_steps_over += seconds > self._allowance.limit_s
         if plan.step % _CHECK_STEPS == 0:
             self._tell_attainable()
@@ -218,10 +232,10 @@ class LatencyBudget:
 
     def note_end(self, sequence: Sequence) -> None:
         """Take in the figures of a sequence that has ended."""
-        priority: int | None = sequence.request.priority
-        if priority not in self._of_class:
-            priority = None
-        self._records.setdefault(priority, ClassRecord()).note(sequence, self.targets_of(sequence))
+        name, targets = self._class_of(sequence), self.targets_of(sequence)
+        is_missed = self._records.setdefault(name, ClassRecord()).note(sequence, targets)
+        if is_missed is not None and targets.tpot_s not in self._unreached_s:
+            self._aims.setdefault(name, TpotAim()).note(is_missed=is_missed)
 
     def status(self, running: Iterable[Sequence], waiting: WaitingQueue) -> LatencyStatus:
         """What is promised, and how it is kept."""
@@ -269,9 +283,19 @@ class LatencyBudget:
     def _is_attainable(self, targets: LatencyTargets) -> bool:
         """Whether targets can be kept with a single sequence running, as far as is known."""
         lone_s = self.lone_row_s
-        return (targets.tpot_s is None or targets.tpot_s >= LEAST_TPOT_FACTOR * lone_s) and (
+        return targets.tpot_s not in self._unreached_s and (
             targets.ttft_s is None or targets.ttft_s >= lone_s
         )
+
+    def _look_what_is_in_reach(self) -> None:
+        """See which TPOT targets not even a lone row keeps."""
+        least_s = LEAST_TPOT_FACTOR * self.lone_row_s
+        self._unreached_s = {
+            targets.tpot_s
+            for _, targets in self.targets
+            if targets.tpot_s is not None
+            and targets.tpot_s < least_s * (_REACH_AGAIN if targets.tpot_s in self._unreached_s else 1.0)
+        }
 
     def _tell_attainable(self) -> None:
         """Log it once when a class's targets get out of reach, and once when they are within it again."""
@@ -290,14 +314,21 @@ class LatencyBudget:
                 1e3 * self.lone_row_s,
             )
 
-    def _aim_tpot_s(self, target_s: float) -> float:
-        """The TPOT that is planned for: the target less a margin, or, where that is out of reach, the least
-        one at which prompts still get their part of each step."""
-        return max(AIM * target_s, LEAST_TPOT_FACTOR * self.lone_row_s)
+    def _class_of(self, sequence: Sequence) -> int | None:
+        priority = sequence.request.priority
+        return priority if priority in self._of_class else None
 
     def _aim_of(self, sequence: Sequence) -> float:
+        """The TPOT that is planned for: the target less a margin, but none at which prompts would get no part
+        of a step; where it is out of reach, one that costs no throughput."""
         target_s = self.targets_of(sequence).tpot_s
-        return math.inf if target_s is None else self._aim_tpot_s(target_s)
+        if target_s is None:
+            return math.inf
+        if target_s in self._unreached_s:
+            return UNREACHED_FACTOR * self.lone_row_s
+        aim = self._aims.get(self._class_of(sequence))
+        share = MOST_AIM if aim is None else aim.share
+        return max(share * target_s, LEAST_TPOT_FACTOR * self.lone_row_s)
 
     def _prefill_s(self, num_prompt_tokens: int) -> float:
         """How long a prompt takes if it gets all that prompts get, seconds, the prefix cache allowed for."""

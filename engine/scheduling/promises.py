@@ -12,6 +12,40 @@ from headrace.engine.sequence import Sequence
 
 _NUM_RECENT = 256
 
+MOST_AIM = 0.95
+"""Of a TPOT target, in what is planned: the rest is for noise, and for the way to the client."""
+LEAST_AIM = 0.8
+_NUM_JUDGED = 32
+_MOST_MISSES = 0.05
+_TIGHTER = 0.03
+_LOOSER = 0.005
+
+
+class TpotAim:
+    """Which part of a TPOT target is planned for, by how many of the sequences that ended missed the target.
+
+    They are judged 32 at a time: where more than one in twenty has missed it the next ones are planned more
+    tightly, and where none has, a little less so again. What was planned for those that are being judged is
+    a while ago, so a verdict counts once.
+    """
+
+    def __init__(self) -> None:
+        self.share = MOST_AIM
+        self._num_judged = 0
+        self._num_missed = 0
+
+    def note(self, *, is_missed: bool) -> None:
+        """Take in a sequence that has ended."""
+        self._num_judged += 1
+        self._num_missed += is_missed
+        if self._num_judged < _NUM_JUDGED:
+            return
+        if self._num_missed > _MOST_MISSES * _NUM_JUDGED:
+            self.share = max(LEAST_AIM, self.share - _TIGHTER)
+        elif self._num_missed == 0:
+            self.share = min(MOST_AIM, self.share + _LOOSER)
+        self._num_judged = self._num_missed = 0
+
 
 class ClassRecord:
     """The figures of one priority class."""
@@ -23,24 +57,32 @@ class ClassRecord:
         self._num_over_tpot = 0
         self._num_over_ttft = 0
 
-    def note(self, sequence: Sequence, targets: LatencyTargets) -> None:
+    def note(self, sequence: Sequence, targets: LatencyTargets) -> bool | None:
         """Take in a sequence that has ended, with or without a token.
 
         Args:
             targets: what was promised to it.
+
+        Returns:
+            Whether it has missed its TPOT; None if it was promised none, or made too few tokens to have one.
         """
         first_s, last_s = sequence.first_token_s, sequence.last_token_s
         if first_s is None or last_s is None:
-            return
+            return None
         self._num_sequences += 1
         ttft_s = first_s - sequence.arrival_s
         self._ttfts_s.append(ttft_s)
         self._num_over_ttft += targets.ttft_s is not None and ttft_s > targets.ttft_s
         num_gaps = sequence.num_output_tokens - 1
-        if num_gaps > 0:
-            tpot_s = (last_s - first_s) / num_gaps
-            self._tpots_s.append(tpot_s)
-            self._num_over_tpot += targets.tpot_s is not None and tpot_s > targets.tpot_s
+        if num_gaps <= 0:
+            return None
+        tpot_s = (last_s - first_s) / num_gaps
+        self._tpots_s.append(tpot_s)
+        if targets.tpot_s is None:
+            return None
+        is_missed = tpot_s > targets.tpot_s
+        self._num_over_tpot += is_missed
+        return is_missed
 
     def told(self, priority: int | None, targets: LatencyTargets, *, is_attainable: bool) -> LatencyClass:
         """The figures as they stand."""

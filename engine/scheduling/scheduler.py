@@ -72,6 +72,9 @@ class Scheduler:
         self._free_batch_slots = list(range(config.max_num_seqs))
         heapify(self._free_batch_slots)
         self._static_places = 0
+        self.due_s: float | None = None
+        """When the next step is to be planned though nothing comes meanwhile: by then a static batch begins
+        that is not full. None while none is waited for."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -115,11 +118,13 @@ class Scheduler:
                 scheduled for the first time.
 
         Returns:
-            The plan (None when there is nothing to do) and how many sequences were preempted for it.
+            The plan (None when there is nothing to do before `due_s`) and how many sequences were preempted
+            for it.
 
         Raises:
             IntegrityError: somebody waits, nobody runs, and still nothing can be planned.
         """
+        self.due_s = None
         allowance = self._budget.begin_step(self.running, len(self.waiting), now_s)
         plan = PlanInProgress(self._limits, allowance)
         block_size, reading = self._kv.layout.block_size, []
@@ -143,7 +148,7 @@ class Scheduler:
         if plan.num_preempted == 0:
             self._admit(plan, now_s)
         if not plan.num_tokens_of:
-            if self.waiting:
+            if self.waiting and self.due_s is None:
                 raise IntegrityError(
                     f"{len(self.waiting)} sequences wait, nobody runs, and none can be admitted"
                 )
@@ -262,7 +267,7 @@ class Scheduler:
         if not self.waiting or not self._has_room(plan):
             return
         if self._config.batching is BatchingPolicy.STATIC and not self.running:
-            self._static_places = min(self._config.max_num_seqs, len(self.waiting))
+            self._open_static_batch(now_s)
         reserved = sum(self._num_blocks_soon(sequence) for sequence in self.running)
         passed: list[Sequence] = []
         is_barred = False
@@ -318,6 +323,14 @@ class Scheduler:
         """Blocks that a running sequence still needs for what is known and one block's worth of growth."""
         soon = min(len(sequence.token_ids) + self._kv.layout.block_size, sequence.max_len)
         return max(0, self._kv.num_missing_blocks(sequence.sequence_id, soon))
+
+    def _open_static_batch(self, now_s: float) -> None:
+        """Give places to as many as wait, or to nobody yet if more would have room and may still come."""
+        self._static_places = min(self._config.max_num_seqs, len(self.waiting))
+        if self._static_places < self._config.max_num_seqs:
+            due_s = min(each.arrival_s for each in self.waiting) + self._config.static_batch_wait_s
+            if now_s < due_s:
+                self.due_s, self._static_places = due_s, 0
 
     def _may_join(self) -> bool:
         return self._config.batching is BatchingPolicy.CONTINUOUS or self._static_places > 0

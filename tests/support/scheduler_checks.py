@@ -103,6 +103,15 @@ def check_admissions(
             assert not goes_behind or was_passed or waiting.sequence_id in before.led
 
 
+def check_wait(scheduler: Scheduler, config: SchedulerConfig, now_s: float) -> None:
+    """Nothing was planned though somebody is there: a static batch waits to be filled, and not for long."""
+    assert config.batching is BatchingPolicy.STATIC
+    assert not scheduler.running
+    assert len(scheduler.waiting) < config.max_num_seqs
+    oldest_s = min(sequence.arrival_s for sequence in scheduler.waiting)
+    assert scheduler.due_s == oldest_s + config.static_batch_wait_s > now_s
+
+
 def check_sequence(kv: KVCacheManager, sequence: Sequence, num_ends: int) -> None:
     """What must hold of a sequence between steps, live or over."""
     table = kv.block_ids(sequence.sequence_id)

@@ -49,6 +49,7 @@ from tests.support.scheduler_checks import (
     check_admissions,
     check_preemptions,
     check_sequence,
+    check_wait,
 )
 from tests.support.shadow_kv import SharedShadowKV
 
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batching=st.sampled_from(
             [BatchingPolicy.CONTINUOUS, BatchingPolicy.CONTINUOUS, BatchingPolicy.STATIC]
         ),
+        static_batch_wait_s=st.sampled_from([0.0, 0.4]),
         num_drafts=st.sampled_from([None, None, 1, MAX_DRAFTS]),
         prefix_caching=st.sampled_from([True, True, False]),
     )
@@ -85,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=limits["batching"],
             priority_ageing_s=AGEING_S,
             client_weights=WEIGHTS,
+            static_batch_wait_s=limits["static_batch_wait_s"],
         )
         self.kv = KVCacheManager(self.layout)
         proposer = None if num_drafts is None else GuessingProposer()
@@ -227,9 +230,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.has_lost_a_member &= bool(before.running)
         plan, num_preempted = self.scheduler.schedule(self.num_steps, self.now_s)
         self.num_steps += 1
+        if plan is None and self.live:
+            check_wait(self.scheduler, self.config, self.now_s)
         self.now_s += 0.125
         if plan is None:
-            assert not self.live
             return
         self.check_plan(plan, num_preempted, before)
         if has_written or not failing:

@@ -56,6 +56,7 @@ class SchedulerHarness:
         batching: BatchingPolicy = BatchingPolicy.CONTINUOUS,
         priority_ageing_s: float = 10.0,
         client_weights: Mapping[str, float] = MappingProxyType({}),
+        static_batch_wait_s: float = 0.0,
     ) -> None:
         self.kv = KVCacheManager(CacheLayout(num_blocks + 1, block_size))
         config = SchedulerConfig(
@@ -66,6 +67,7 @@ class SchedulerHarness:
             batching=batching,
             priority_ageing_s=priority_ageing_s,
             client_weights=client_weights,
+            static_batch_wait_s=static_batch_wait_s,
         )
         self.scheduler = Scheduler(config, self.kv, prefix_caching=False)
         self.num_steps = 0

@@ -128,8 +128,9 @@ def simulate(
                 one.retry_after_s = refusal.retry_after_s
         plan = core.begin_step()
         if plan is None:
-            if pending:
-                machine.now_s = max(machine.now_s, pending[-1].at_s)
+            moments = [*(arrival.at_s for arrival in pending[-1:]), *filter(None, [core.due_s])]
+            if moments:
+                machine.now_s = max(machine.now_s, min(moments))
             continue
         on_plan(core, plan)
         events, _ = core.finish_step(machine.execute(plan))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from headrace.engine.config import LatencyTargets
 from headrace.engine.outputs import LatencyClass
-from headrace.engine.scheduling.promises import ClassRecord
+from headrace.engine.scheduling.promises import LEAST_AIM, MOST_AIM, ClassRecord, TpotAim
 from headrace.engine.sequence import Sequence
 from tests.support.sequences import make_sequence
 
@@ -57,3 +59,20 @@ def test_percentiles_are_of_the_last_256_and_totals_of_all() -> None:
     told = record.told(None, targets, is_attainable=True)
     assert (told.num_sequences, told.num_over_ttft) == (556, 300 + 206)
     assert told.attained_ttft_p95_s == 244.0
+
+
+def test_plans_get_tighter_by_misses_and_looser_by_none_within_bounds() -> None:
+    aim = TpotAim()
+
+    def judge(num_missed: int) -> float:
+        for i in range(32):
+            aim.note(is_missed=i < num_missed)
+        return aim.share
+
+    assert judge(0) == MOST_AIM
+    assert judge(1) == MOST_AIM, "one in 32 is within what is allowed"
+    assert judge(2) == pytest.approx(MOST_AIM - 0.03)
+    assert judge(1) == pytest.approx(MOST_AIM - 0.03)
+    assert judge(0) == pytest.approx(MOST_AIM - 0.025)
+    assert [judge(32) for _ in range(9)][-1] == LEAST_AIM
+    assert [judge(0) for _ in range(40)][-1] == MOST_AIM

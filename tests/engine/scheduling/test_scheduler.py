@@ -318,6 +318,46 @@ def test_a_static_batch_may_form_over_several_steps_of_a_small_budget():
     assert sequences[3].status is SequenceStatus.WAITING
 
 
+def test_a_static_batch_waits_to_be_filled_and_begins_at_once_when_it_is():
+    h = SchedulerHarness(max_num_seqs=3, batching=BatchingPolicy.STATIC, static_batch_wait_s=9.5)
+    first = h.add(max_tokens=2)
+    assert (h.step(), h.scheduler.due_s) == ({}, 9.5)
+    second = h.add(max_tokens=2)
+    assert (h.step(), h.scheduler.due_s) == ({}, 9.5)
+    third = h.add(max_tokens=2)
+    assert h.step().keys() == {s.sequence_id for s in (first, second, third)}
+    assert h.scheduler.due_s is None
+
+
+def test_a_static_batch_waits_no_longer_than_is_said_for_its_oldest():
+    h = SchedulerHarness(max_num_seqs=3, batching=BatchingPolicy.STATIC, static_batch_wait_s=3.0)
+    first = h.add(max_tokens=4)
+    h.step()
+    second = h.add(max_tokens=2)
+    assert [h.step() for _ in range(2)] == [{}, {}]
+    assert h.step().keys() == {first.sequence_id, second.sequence_id}
+    # Who came while the last batch ran has waited already.
+    third = h.add(max_tokens=1)
+    while not first.is_finished:
+        h.step()
+    assert h.step() == {third.sequence_id: 4}
+
+
+def test_who_leaves_while_a_static_batch_is_waited_for_leaves_nothing_to_wait_for():
+    h = SchedulerHarness(max_num_seqs=3, batching=BatchingPolicy.STATIC, static_batch_wait_s=5.0)
+    first = h.add()
+    h.step()
+    h.scheduler.finish(first)
+    assert (h.step(), h.scheduler.due_s) == ({}, None)
+
+
+def test_continuous_batching_waits_for_nobody():
+    h = SchedulerHarness(max_num_seqs=3, static_batch_wait_s=5.0)
+    assert h.step() == {}
+    first = h.add()
+    assert h.step() == {first.sequence_id: 4}
+
+
 @pytest.mark.parametrize("batching", list(BatchingPolicy))
 def test_twenty_over_eight_takes_the_steps_that_a_count_on_paper_gives(batching):
     lengths = [4, 30, 9, 2, 17, 25, 3, 12, 8, 40, 6, 5, 22, 3, 11, 28, 7, 2, 19, 10]
