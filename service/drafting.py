@@ -29,14 +29,6 @@ class _Parser(argparse.ArgumentParser):
         raise _Misuse(message)
 
 
-class _DraftProgress(ShownProgress):
-    """Bars, and lines between them."""
-
-    def note(self, text: str) -> None:
-        """See `headrace.engine.DistillationProgress`."""
-        log.info(text)
-
-
 def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
     """Read the arguments and do it.
 
@@ -55,7 +47,7 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
     try:
         # What is wrong with the settings is told before anything is fetched.
         settings = _settings(arguments)
-        with _DraftProgress() as progress:
+        with ShownProgress() as progress:
             target = resolve_model(arguments.model, arguments.cache, progress)
             report = make_draft_model(replace(settings, target=target), progress)
     except EngineError as error:

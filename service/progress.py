@@ -17,7 +17,10 @@ _LINE_EVERY = 0.25
 
 
 class ShownProgress:
-    """Obeys `headrace.engine.LoadProgress`, inside ``with``; on a terminal it draws a bar per stage."""
+    """Obeys `headrace.engine.LoadProgress` and `DistillationProgress`, inside ``with``.
+
+    On a terminal it draws a bar per stage.
+    """
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -50,6 +53,14 @@ class ShownProgress:
                 self._draw(stage, done, total)
             else:
                 self._write(stage, done, total)
+
+    def note(self, text: str) -> None:
+        """Tell a line between the bars."""
+        if self._is_terminal:
+            # By way of the bars: a line of the log would be written across them.
+            self._bars.console.print(text, markup=False, highlight=False)
+        else:
+            log.info(text)
 
     def _draw(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import io
+import sys
 import threading
 
+import pytest
 import structlog
 
 from headrace.service.progress import ShownProgress
@@ -39,3 +42,26 @@ def test_it_may_be_told_from_several_threads_at_once() -> None:
         for thread in threads:
             thread.join()
     assert len(logs) == 5
+
+
+def test_without_a_terminal_a_note_is_a_line_of_the_log() -> None:
+    with structlog.testing.capture_logs() as logs, ShownProgress() as progress:
+        progress.note("loss [2.5] of 3")
+    assert [entry["event"] for entry in logs] == ["loss [2.5] of 3"]
+
+
+class Terminal(io.StringIO):
+    """Keeps what is written to it, and says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_note_stands_among_the_bars_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with structlog.testing.capture_logs() as logs, ShownProgress() as progress:
+        progress("learning", 1, 2)
+        progress.note("loss [2.5] of 3")
+    assert logs == []
+    assert "loss [2.5] of 3\n" in terminal.getvalue()
