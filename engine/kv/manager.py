@@ -86,6 +86,8 @@ class KVCacheManager:
         self._tables: dict[SequenceId, _BlockTable] = {}
         # Per sequence: the keys of its full blocks, as far as they were needed. Known tokens never change.
         self._chains: dict[SequenceId, list[BlockKey]] = {}
+        # Per waiting sequence: what it was found to share, and how many blocks had been forgotten by then.
+        self._matches: dict[SequenceId, tuple[int, list[int]]] = {}
         self.drafted = DraftedBlocks()
 
     @property
@@ -146,7 +148,8 @@ class KVCacheManager:
         return new_blocks
 
     def match_prefix(self, sequence_id: SequenceId, token_ids: List[int], isolation_key: str) -> PrefixMatch:
-        """Find the longest run of shareable blocks that begins a sequence. Changes nothing.
+        """Find the longest run of shareable blocks that begins a sequence; whoever waits and asks again is
+        only told what has come since, unless something has gone.
 
         At least one token is left out: the last one must be computed, for its logits are wanted.
 
@@ -154,13 +157,17 @@ class KVCacheManager:
             token_ids: all known tokens of the sequence.
             isolation_key: blocks are found only under the key that they were made under.
         """
-        block_ids: list[int] = []
-        for i in range((len(token_ids) - 1) // self.layout.block_size):
+        num_forgotten, block_ids = self._matches.get(sequence_id, (0, []))
+        if num_forgotten != self._cache.num_forgotten:
+            block_ids = []
+        for i in range(len(block_ids), (len(token_ids) - 1) // self.layout.block_size):
             # One key at a time: most chains are broken off at their first block.
             block_id = self._cache.find(self._chain(sequence_id, token_ids, i + 1, isolation_key)[i])
             if block_id is None:
                 break
             block_ids.append(block_id)
+        if block_ids:
+            self._matches[sequence_id] = self._cache.num_forgotten, block_ids
         return PrefixMatch(
             block_ids=tuple(block_ids),
             num_tokens=len(block_ids) * self.layout.block_size,
@@ -175,6 +182,7 @@ class KVCacheManager:
         """
         if sequence_id in self._tables:
             raise IntegrityError(f"sequence {sequence_id} has a block table already")
+        self._matches.pop(sequence_id, None)
         if match.block_ids:
             self._pool.share(match.block_ids)
             self._tables[sequence_id] = _BlockTable(match.block_ids, num_shareable=len(match.block_ids))
@@ -226,6 +234,7 @@ class KVCacheManager:
             self._pool.release(reversed(table.block_ids))
         if is_over:
             self._chains.pop(sequence_id, None)
+            self._matches.pop(sequence_id, None)
 
     def withdraw(self, sequence_id: SequenceId) -> None:
         """Let nobody else share what a sequence has offered: its content is not to be trusted."""

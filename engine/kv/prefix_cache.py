@@ -51,6 +51,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, BlockKey] = {}
+        self.num_forgotten = 0
+        """How often a block's content was given up: while it stays the same, what was found is still here."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -77,4 +79,5 @@ class PrefixCache:
         if key is None:
             return False
         del self._block_of[key.digest]
+        self.num_forgotten += 1
         return True

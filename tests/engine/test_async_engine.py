@@ -1,10 +1,12 @@
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from headrace.engine import (
     AsyncEngine,
+    BatchingPolicy,
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
@@ -15,6 +17,7 @@ from headrace.engine import (
     Overloaded,
     RequestId,
     SamplingParams,
+    SchedulerConfig,
     TokenEvent,
 )
 from tests.support.engines import Gate, assert_serves, collect, running_engine
@@ -343,3 +346,21 @@ async def test_ten_thousand_cancels_at_random_moments_leave_nothing_behind():
 
         for start in range(0, 10_000, 500):
             await asyncio.gather(*(one(number) for number in range(start, start + 500)))
+
+
+async def test_a_static_batch_begins_when_it_is_full_and_a_lone_request_is_not_left_to_wait():
+    # So long a wait would be noticed: only a full batch begins before it is over.
+    patient = SchedulerConfig(2, batching=BatchingPolicy.STATIC, static_batch_wait_s=3600.0)
+    async with running_engine(config=replace(make_config(), scheduler=patient)) as engine:
+        streams = [engine.submit(make_request(max_tokens=3)) for _ in range(2)]
+        for stream in streams:
+            assert len((await collect(stream))[0]) == 3
+        waits = engine.submit(make_request(max_tokens=3))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.wait_idle(), 0.05)
+        assert engine.load().num_waiting == 1
+        engine.abort(waits.request_id)
+        assert (await collect(waits))[2].reason is FinishReason.CANCELLED
+    hasty = replace(patient, static_batch_wait_s=0.01)
+    async with running_engine(config=replace(make_config(), scheduler=hasty)) as engine:
+        await assert_serves(engine)

@@ -195,6 +195,23 @@ def test_the_engine_is_told_what_was_asked() -> None:
     assert (scheduler.max_num_waiting, scheduler.batching) == (6, BatchingPolicy.STATIC)
 
 
+def test_static_batches_wait_as_long_as_is_said_and_continuous_ones_have_nothing_to_wait_for() -> None:
+    def wait_s(*argv: str) -> float:
+        return load_config((*MODEL, *argv)).engine_config(Path("/m")).scheduler.static_batch_wait_s
+
+    assert wait_s("--batching", "static", "--static-batch-wait-s", "0.5") == 0.5
+    assert wait_s("--batching", "static") == 0.05
+    with pytest.raises(InvalidConfig, match="for static batching alone"):
+        load_config((*MODEL, "--static-batch-wait-s", "0.5"))
+
+
+def test_an_operator_caps_priorities() -> None:
+    limits = load_config((*MODEL, "--max-priority", "5")).limits()
+    assert (limits.min_priority, limits.max_priority) == (-100, 5)
+    with pytest.raises(InvalidConfig, match="--max-priority"):
+        load_config((*MODEL, "--max-priority", "101"))
+
+
 def test_the_engine_is_told_where_to_compute() -> None:
     flags = ("--device", "cuda", "--attention-backend", "flash", "--gpu-memory-utilization", "0.5")
 

@@ -188,3 +188,39 @@ def test_blocks_beyond_what_is_needed_can_be_given_back():
     assert not set(kv.block_ids(A)) & set(kv.block_ids(B))
     assert set(kv.block_ids(A) + kv.block_ids(B)) == {first, second, *unused}
     kv.check_integrity()
+
+
+def test_who_asks_again_is_told_what_has_come_and_what_has_gone():
+    kv, text = make_manager(num_blocks=6, block_size=2), list(range(9))
+    kv.allocate_slots(A, 8)
+
+    def found() -> tuple[int, int]:
+        match = kv.match_prefix(B, text, "key")
+        assert match.block_ids == kv.match_prefix(SequenceId(99), text, "key").block_ids, "as if asked first"
+        return match.num_tokens, match.num_unused
+
+    assert found() == (0, 0)
+    kv.offer(A, text, 4, "key")
+    assert found() == (4, 0)
+    kv.offer(A, text, 8, "key")
+    assert found() == (8, 0)
+    kv.free(A)
+    assert found() == (8, 4)
+    # Of six blocks four are kept: the last of the text is given up for this.
+    kv.allocate_slots(SequenceId(3), 6)
+    assert found() == (6, 3)
+    kv.free(SequenceId(3))
+    kv.flush()
+    assert found() == (0, 0)
+
+
+def test_a_block_that_holds_something_else_by_now_is_found_by_nobody_who_has_found_it_before():
+    kv, text, other = make_manager(num_blocks=2, block_size=2), [1, 2, 3], [7, 8, 9]
+    kv.allocate_slots(A, 2)
+    kv.offer(A, text, 2, "key")
+    assert kv.match_prefix(B, text, "key").num_tokens == 2
+    kv.free(A)
+    kv.flush()
+    kv.allocate_slots(SequenceId(3), 4)
+    kv.offer(SequenceId(3), [*other, 1], 4, "key")
+    assert kv.match_prefix(B, text, "key").num_tokens == 0
