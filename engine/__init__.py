@@ -39,7 +39,7 @@ from headrace.engine.errors import (
     Overloaded,
     RequestFailed,
 )
-from headrace.engine.loading import check_model, load_model, make_draft_model, resolve_model
+from headrace.engine.loading import check_machine, check_model, load_model, make_draft_model, resolve_model
 from headrace.engine.outputs import (
     BlockCounts,
     FailureEvent,
@@ -147,6 +147,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Usage",
+    "check_machine",
     "check_model",
     "load_model",
     "make_draft_model",

@@ -25,6 +25,18 @@ def load_model(config: EngineConfig, progress: LoadProgress | None = None) -> Lo
     return load(config, progress)
 
 
+def check_machine(config: EngineConfig) -> None:
+    """Check what a machine can do, before a model is fetched for it: device, types, attention backend, KV
+    memory. What the model's files have to tell, `load_model` checks before it reads weights.
+
+    Raises:
+        ConfigError: this machine can't do it.
+    """
+    from headrace.engine.runner.foresight import check_machine as check
+
+    check(config)
+
+
 def check_model(path: Path) -> None:
     """Check that a folder holds a model that can be served: its config.json, which weights there are, its
     tokenizer. No weights are read.

@@ -23,6 +23,7 @@ from headrace.engine import (
     SamplingDefaults,
     SamplingParams,
     StopConditions,
+    check_machine,
     load_model,
     resolve_model,
 )
@@ -54,6 +55,8 @@ _WARM_UP_TOKENS = 2
 
 def model_from_files(config: ServiceConfig, progress: LoadProgress) -> LoadedModel:
     """Fetch and load what the configuration names."""
+    # What can't work is told before anything is fetched.
+    check_machine(config.engine_config(Path(config.model)))
     path = resolve_model(config.model, config.cache, progress)
     draft_path = None
     if config.draft_model is not None:

@@ -18,6 +18,7 @@ from headrace.engine.native.library import NativeUnavailable, load_default
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+_AS_CONFIGURED = "as configured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +28,17 @@ class AttentionTask:
     Args:
         device: where K and V lie.
         compute_capability: of the device, if it is a GPU.
-        dtype: of query, key, value and cache.
+        dtype: of query, key, value and cache; None where it is not known yet.
         block_size: tokens per block.
-        head_dim: width of a head.
+        head_dim: width of a head; None where it is not known yet.
         has_soft_cap: whether a layer caps its scores.
     """
 
     device: torch.device
     compute_capability: tuple[int, int] | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     block_size: int
-    head_dim: int
+    head_dim: int | None
     has_soft_cap: bool = False
 
 
@@ -123,21 +124,26 @@ def choose_backend(name: str, task: AttentionTask) -> BackendChoice:
         ConfigError: there is no such backend, or it doesn't suit the device, the type, the block size, the
             head width or the model; it says what would.
     """
-    if name == AUTO:
-        return _choose_automatically(task)
-    entry = _BACKENDS.get(name)
-    if entry is None:
-        raise ConfigError(f"attention backend {name!r} is not known: use one of {_names()}")
-    problems = _problems(entry, task)
-    if problems:
-        raise ConfigError(f"attention backend {name!r} does not suit: {'; '.join(problems)}")
-    return _chosen(name, entry, "as configured")
+    found, entry, reason = _find(name, task)
+    logger.info("attention backend %s chosen: %s", found, reason)
+    if found == "reference" and reason != _AS_CONFIGURED:
+        logger.warning("the reference backend is right, not fast: %s", reason)
+    return BackendChoice(entry.capabilities, reason, entry.build)
+
+
+def check_backend(name: str, task: AttentionTask) -> None:
+    """Refuse what `choose_backend` would refuse, as far as the task is known; the log says nothing.
+
+    Raises:
+        ConfigError: see `choose_backend`.
+    """
+    _find(name, task)
 
 
 def check_capabilities(capabilities: Capabilities, task: AttentionTask) -> tuple[str, ...]:
     """What of a task a backend can't take, with the fix; empty when it suits."""
     problems = []
-    if task.dtype not in capabilities.dtypes:
+    if task.dtype is not None and task.dtype not in capabilities.dtypes:
         known = ", ".join(sorted(str(known).removeprefix("torch.") for known in capabilities.dtypes))
         problems.append(f"dtype={str(task.dtype).removeprefix('torch.')}: use one of {known} (--dtype)")
     multiple = capabilities.block_size_multiple
@@ -145,9 +151,10 @@ def check_capabilities(capabilities: Capabilities, task: AttentionTask) -> tuple
         problems.append(
             f"block_size={task.block_size}: use a multiple of {multiple} (--block-size {multiple})"
         )
-    if task.head_dim > capabilities.max_head_dim or task.head_dim % capabilities.head_dim_multiple:
+    width = task.head_dim
+    if width is not None and (width > capabilities.max_head_dim or width % capabilities.head_dim_multiple):
         problems.append(
-            f"the model's head width {task.head_dim}: at most {capabilities.max_head_dim}, "
+            f"the model's head width {width}: at most {capabilities.max_head_dim}, "
             f"a multiple of {capabilities.head_dim_multiple}"
         )
     if task.has_soft_cap and not capabilities.supports_soft_cap:
@@ -165,23 +172,29 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def _choose_automatically(task: AttentionTask) -> BackendChoice:
+def _find(name: str, task: AttentionTask) -> tuple[str, _Entry, str]:
+    """A backend's name, itself, and why it was taken."""
+    if name == AUTO:
+        return _find_automatically(task)
+    entry = _BACKENDS.get(name)
+    if entry is None:
+        raise ConfigError(f"attention backend {name!r} is not known: use one of {_names()}")
+    problems = _problems(entry, task)
+    if problems:
+        raise ConfigError(f"attention backend {name!r} does not suit: {'; '.join(problems)}")
+    return name, entry, _AS_CONFIGURED
+
+
+def _find_automatically(task: AttentionTask) -> tuple[str, _Entry, str]:
     refused: list[str] = []
     for name, entry in _BACKENDS.items():
         if task.device.type not in entry.device_types:
             continue
         problems = _problems(entry, task)
         if not problems:
-            return _chosen(name, entry, "; ".join(refused) or "the fastest for this device")
+            return name, entry, "; ".join(refused) or "the fastest for this device"
         refused.append(f"{name} does not suit ({', '.join(problems)})")
     raise ConfigError(f"no attention backend suits {task.device}: {'; '.join(refused)}")
-
-
-def _chosen(name: str, entry: _Entry, reason: str) -> BackendChoice:
-    logger.info("attention backend %s chosen: %s", name, reason)
-    if name == "reference" and reason != "as configured":
-        logger.warning("the reference backend is right, not fast: %s", reason)
-    return BackendChoice(entry.capabilities, reason, entry.build)
 
 
 def _problems(entry: _Entry, task: AttentionTask) -> tuple[str, ...]:

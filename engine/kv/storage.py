@@ -64,7 +64,7 @@ class KVStorage:
             self.key = _zeros(size, shape.dtype, device)
             self.value = _zeros(size, shape.dtype, device)
         except (RuntimeError, MemoryError) as error:
-            wanted = _gib(layout.num_blocks * layout.block_size * shape.bytes_per_token)
+            wanted = gib(layout.num_blocks * layout.block_size * shape.bytes_per_token)
             raise ConfigError(
                 f"the KV pool of {layout.num_blocks} blocks takes {wanted}, which {device} does not give: "
                 "lower the KV memory (--kv-memory), the number of blocks (--num-blocks) or, on a GPU, "
@@ -91,6 +91,38 @@ def block_size_for(cache: CacheConfig, device: torch.device) -> int:
 
 
 def resolve_layout(
+    cache: CacheConfig,
+    shape: KVShape,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    available_bytes: int,
+    device: torch.device = _CPU,
+    draft_shape: KVShape | None = None,
+) -> CacheLayout:
+    """Do what `plan_layout` does, and log what came of it."""
+    layout = plan_layout(
+        cache,
+        shape,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        available_bytes=available_bytes,
+        device=device,
+        draft_shape=draft_shape,
+    )
+    token_bytes = shape.bytes_per_token + (0 if draft_shape is None else draft_shape.bytes_per_token)
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %s, %d tokens in all; the longest sequence served is %d tokens",
+        layout.num_usable_blocks,
+        layout.block_size,
+        gib(layout.num_blocks * layout.block_size * token_bytes),
+        layout.num_tokens,
+        min(max_model_len, layout.num_tokens),
+    )
+    return layout
+
+
+def plan_layout(
     cache: CacheConfig,
     shape: KVShape,
     *,
@@ -140,8 +172,8 @@ def resolve_layout(
             part = " beside weights and activations"
         if affordable < least:
             raise ConfigError(
-                f"{_gib(available_bytes)} are free{part}: too little for one sequence of "
-                f"{least * block_size} tokens, which takes {_gib(least * block_bytes)}. Free memory, take a "
+                f"{gib(available_bytes)} are free{part}: too little for one sequence of "
+                f"{least * block_size} tokens, which takes {gib(least * block_bytes)}. Free memory, take a "
                 "smaller model, or set the KV memory yourself (--kv-memory; on a GPU also "
                 "--gpu-memory-utilization and --max-num-batched-tokens)"
             )
@@ -151,19 +183,15 @@ def resolve_layout(
     pool_bytes = layout.num_blocks * block_bytes
     if pool_bytes > available_bytes:
         most = available_bytes // block_bytes - 1
-        remedy = f"use num_blocks={most} at most" if most > 0 else "free memory, or take a smaller model"
+        remedy = "free memory, or take a smaller model"
+        if most > 0:
+            is_by_size = cache.memory_bytes is not None
+            at_most = f"memory_bytes={(most + 1) * block_bytes}" if is_by_size else f"num_blocks={most}"
+            remedy = f"use {at_most} at most"
         raise ConfigError(
-            f"{wanted_by} makes a KV pool of {_gib(pool_bytes)} ({token_bytes} bytes per token), "
-            f"but {_gib(available_bytes)} are free: {remedy}"
+            f"{wanted_by} makes a KV pool of {gib(pool_bytes)} ({token_bytes} bytes per token), "
+            f"but {gib(available_bytes)} are free: {remedy}"
         )
-    logger.info(
-        "KV pool: %d blocks of %d tokens, %s, %d tokens in all; the longest sequence served is %d tokens",
-        layout.num_usable_blocks,
-        layout.block_size,
-        _gib(pool_bytes),
-        layout.num_tokens,
-        min(max_model_len, layout.num_tokens),
-    )
     return layout
 
 
@@ -179,15 +207,30 @@ def available_memory(device: torch.device) -> int:
 
 def control_group_free(root: Path) -> int | None:
     """What the control group still allows, bytes; None where it sets no limit. Version 2, then version 1."""
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_name, usage_name, stat_name, cache_key in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         if not (root / limit_name).is_file() or not (root / usage_name).is_file():
             continue
         limit, usage = ((root / name).read_text().strip() for name in (limit_name, usage_name))
-        return None if limit == "max" else max(0, int(limit) - int(usage))
+        if limit == "max":
+            return None
+        # Files that were read lately, a model's for one, are let go where memory is asked for.
+        return max(0, int(limit) - int(usage) + min(int(usage), _stat(root / stat_name, cache_key)))
     return None
+
+
+def _stat(file: Path, key: str) -> int:
+    if not file.is_file():
+        return 0
+    values = dict(line.split() for line in file.read_text().splitlines())
+    return int(values.get(key, 0))
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -198,5 +241,6 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(size)
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """As it is told."""
     return f"{num_bytes / 2**30:.2f} GiB"

@@ -30,7 +30,8 @@ from headrace.engine.runner.protocol import LoadProgress
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types by their names; "auto" names none."""
 _WEIGHT_KINDS = {"same": WeightKind.SAME, "int8": WeightKind.INT8, "int4": WeightKind.INT4}
 _STAGE = "reading weights"
 
@@ -64,7 +65,7 @@ def load_decoder(
     """
     folder = config.path
     config_file, spec = read_spec(folder)
-    max_len = _choose_max_len(config.max_model_len, spec)
+    max_len = choose_max_len(config.max_model_len, spec)
     dtype = choose_dtype(config.dtype, device)
     weight_kind = choose_weight_kind(config.weight_dtype, device)
     sampling_defaults = suggested_sampling(folder)
@@ -126,18 +127,27 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     Raises:
         ConfigError: the device can't compute in that type at a useful speed.
     """
+    check_dtype(wanted, device)
     if device.type == "cpu":
         return _choose_cpu_dtype(wanted)
     if wanted != "auto":
-        return _DTYPES[wanted]
+        return DTYPES[wanted]
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     _log.info("dtype auto: %s on %s", dtype, torch.cuda.get_device_name(device))
     return dtype
 
 
-def _choose_cpu_dtype(wanted: str) -> torch.dtype:
-    if wanted == "float16":
+def check_dtype(wanted: str, device: torch.device) -> None:
+    """Refuse a type that `choose_dtype` would refuse.
+
+    Raises:
+        ConfigError: the device can't compute in that type at a useful speed.
+    """
+    if device.type == "cpu" and wanted == "float16":
         raise ConfigError("float16 has no fast kernels on a CPU: use dtype bfloat16, float32 or auto")
+
+
+def _choose_cpu_dtype(wanted: str) -> torch.dtype:
     abilities = torch.cpu.get_capabilities()
     has_bf16 = bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
     if wanted == "auto":
@@ -151,7 +161,7 @@ def _choose_cpu_dtype(wanted: str) -> torch.dtype:
         _log.warning(
             "dtype bfloat16: this processor does not multiply it, so it may be much slower than float32"
         )
-    return _DTYPES[wanted]
+    return DTYPES[wanted]
 
 
 def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:
@@ -181,7 +191,15 @@ def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:
     return kind
 
 
-def _choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:
+def choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:
+    """The longest sequence to serve, tokens.
+
+    Args:
+        wanted: None takes the model's own limit.
+
+    Raises:
+        ConfigError: the model can't do so much.
+    """
     if wanted is not None and wanted > spec.max_len:
         raise ConfigError(
             f"max_model_len={wanted} is beyond what the model can do: use {spec.max_len} or less"

@@ -21,6 +21,7 @@ from headrace.engine.native.kit import native_kit
 # Far beyond every model; within them all that is computed stays finite.
 _GREATEST_THETA, _GREATEST_FACTOR = 1e30, 1e6
 _LEAST_BETA, _GREATEST_BETA = 1e-6, 1e6
+_POSITIONS_AT_ONCE = 2**16
 
 
 class RopeKind(StrEnum):
@@ -164,7 +165,7 @@ class RopeSpec:
 
 
 class RotaryTable:
-    """Cosine and sine of every position, in fp32, computed once."""
+    """Cosine and sine of every position, computed once in fp32. It takes `rotary_bytes`."""
 
     def __init__(
         self, spec: RopeSpec, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
@@ -178,13 +179,17 @@ class RotaryTable:
         inverse_frequencies, attention_factor = rope_frequencies(
             spec, spec.num_turned(head_dim), max_positions
         )
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
         num_still = head_dim // 2 - len(inverse_frequencies)
-        cosine = F.pad(angles.cos() * attention_factor, (0, num_still), value=1.0)
-        sine = F.pad(angles.sin() * attention_factor, (0, num_still))
         # (positions, 2, 2, D/2): cosine twice, then the sine for the swapped halves, sign included.
-        table = torch.stack((cosine, cosine, -sine, sine), dim=1).view(max_positions, 2, 2, head_dim // 2)
-        self._table = table.to(device=device, dtype=dtype)
+        self._table = torch.empty((max_positions, 2, 2, head_dim // 2), dtype=dtype, device=device)
+        # In parts: on the way a position takes several times as much as in the table.
+        for first in range(0, max_positions, _POSITIONS_AT_ONCE):
+            part = self._table[first : first + _POSITIONS_AT_ONCE]
+            positions = torch.arange(first, first + len(part), dtype=torch.float32)
+            angles = positions[:, None] * inverse_frequencies
+            cosine = F.pad(angles.cos() * attention_factor, (0, num_still), value=1.0)
+            sine = F.pad(angles.sin() * attention_factor, (0, num_still))
+            part.copy_(torch.stack((cosine, cosine, -sine, sine), dim=1).view(part.shape))
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Factors for the tokens of one step; all layers share them.
@@ -197,6 +202,11 @@ class RotaryTable:
         """
         rows = self._table.index_select(0, positions)
         return rows[:, None, 0], rows[:, None, 1]
+
+
+def rotary_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """What a `RotaryTable` takes for each position."""
+    return 2 * head_dim * dtype.itemsize
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -13,8 +13,22 @@ from headrace.engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+def find_device(wanted: str) -> torch.device:
+    """Do what `choose_device` does, without a word in the log.
+
+    Raises:
+        ConfigError: there is no such device here; it says what is missing.
+    """
+    if wanted != "cuda":
+        return torch.device("cpu")
+    absent = _why_no_gpu()
+    if absent is not None:
+        raise ConfigError(f"device 'cuda' (--device): {absent}; or use --device cpu")
+    return torch.device("cuda", 0)
+
+
 def choose_device(wanted: str) -> torch.device:
-    """Find the device.
+    """Find the device; the log says which, and why.
 
     Args:
         wanted: one of `headrace.engine.config.DEVICES`; "auto" is the CPU: what is written for GPUs has not
@@ -23,23 +37,19 @@ def choose_device(wanted: str) -> torch.device:
     Raises:
         ConfigError: there is no such device here; it says what is missing.
     """
-    if wanted == "cpu":
-        return torch.device("cpu")
-    absent = _why_no_gpu()
+    device = find_device(wanted)
     if wanted == "auto":
         reason = (
-            absent or "--device cuda computes on this machine's GPU, which is new and has to be asked for"
+            _why_no_gpu()
+            or "--device cuda computes on this machine's GPU, which is new and has to be asked for"
         )
         logger.info("computing on the CPU: %s", reason)
-        return torch.device("cpu")
-    if absent is None:
-        device = torch.device("cuda", 0)
+    elif device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         logger.info(
             "computing on %s, compute capability %d.%d", torch.cuda.get_device_name(device), major, minor
         )
-        return device
-    raise ConfigError(f"device 'cuda' (--device): {absent}; or use --device cpu")
+    return device
 
 
 def _why_no_gpu() -> str | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
+
+import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.kv.storage import resolve_layout
-from headrace.engine.models.loader import load_decoder, read_spec
+from headrace.engine.kv.storage import available_memory, resolve_layout
+from headrace.engine.models.loader import DTYPES, check_dtype, choose_dtype, load_decoder, read_spec
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.device import choose_device, explained_out_of_memory
 from headrace.engine.runner.draft_loading import load_draft
+from headrace.engine.runner.foresight import check_room
 from headrace.engine.runner.host import prepare_host
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.runner.placement import Placement
@@ -29,6 +33,8 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
     device = choose_device(config.model.device)
     # First, so that no fault of the folder or its config.json is blamed on the tokenizer.
     read_spec(config.model.path)
+    config = _with_dtype(config, device)
+    check_room(config, device, DTYPES[config.model.dtype], available_memory(device))
     tokenizer = load_tokenizer(config.model.path)
     with explained_out_of_memory("reading the weights", _LESS_MEMORY):
         loaded = load_decoder(config.model, device, progress, tokenizer_eos_token_ids=tokenizer.eos_token_ids)
@@ -65,3 +71,12 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
     )
     draft_max_len = None if draft is None else draft.info.max_model_len
     return LoadedModel(info, layout, runner, tokenizer, draft_max_len)
+
+
+def _with_dtype(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Say which type "auto" is; the others are chosen, and doubted, where the weights are read."""
+    check_dtype(config.model.dtype, device)
+    if config.model.dtype != "auto":
+        return config
+    chosen = str(choose_dtype("auto", device)).removeprefix("torch.")
+    return replace(config, model=replace(config.model, dtype=chosen))

@@ -12,6 +12,7 @@ from headrace.engine.config import CacheLayout, EngineConfig, SchedulerConfig
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import KVShape, KVStorage, available_memory, block_size_for
 from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.spec import DecoderSpec
 from headrace.engine.runner.cuda_graphs import CudaGraphMaker, DecodeGraphs, graph_reserve
 from headrace.engine.runner.device import explained_out_of_memory
 from headrace.engine.runner.gpu_memory import kv_budget, measure_gpu
@@ -42,14 +43,7 @@ class Placement:
         spec = decoder.spec
         self._config, self._decoder, self._max_model_len = config, decoder, max_model_len
         self.shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-        task = AttentionTask(
-            device=decoder.device,
-            compute_capability=compute_capability(decoder.device),
-            dtype=decoder.dtype,
-            block_size=block_size_for(config.cache, decoder.device),
-            head_dim=spec.head_dim,
-            has_soft_cap=spec.attention_soft_cap is not None,
-        )
+        task = attention_task(config, decoder.device, spec, decoder.dtype)
         self._choice = choose_backend(config.model.attention_backend, task)
 
     def memory_for_kv(self) -> int:
@@ -128,6 +122,27 @@ class Placement:
             logger.info("no graphs: how many tokens an expert gets is decided on the host")
             return False
         return True
+
+
+def attention_task(
+    config: EngineConfig,
+    device: torch.device,
+    spec: DecoderSpec | None = None,
+    dtype: torch.dtype | None = None,
+) -> AttentionTask:
+    """What an attention backend would have to do.
+
+    Args:
+        spec, dtype: of the decoder; None where they are not known yet.
+    """
+    return AttentionTask(
+        device=device,
+        compute_capability=compute_capability(device),
+        dtype=dtype,
+        block_size=block_size_for(config.cache, device),
+        head_dim=None if spec is None else spec.head_dim,
+        has_soft_cap=spec is not None and spec.attention_soft_cap is not None,
+    )
 
 
 def largest_steps(scheduler: SchedulerConfig, max_model_len: int, block_size: int) -> tuple[StepPlan, ...]:

@@ -165,12 +165,20 @@ def test_some_memory_is_available_here() -> None:
     ("files", "expected"),
     [
         ({"memory.max": "1000\n", "memory.current": "300\n"}, 700),
+        (
+            {
+                "memory.max": "1000\n",
+                "memory.current": "900\n",
+                "memory.stat": "anon 500\ninactive_file 300\n",
+            },
+            400,
+        ),
         ({"memory.max": "max\n", "memory.current": "300\n"}, None),
         ({"memory.max": "100\n", "memory.current": "300\n"}, 0),
         ({"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "1\n"}, 999),
         ({}, None),
     ],
-    ids=["limit", "no limit", "over the limit", "version 1", "no group"],
+    ids=["limit", "files that can go", "no limit", "over the limit", "version 1", "no group"],
 )
 def test_a_control_group_limits_what_is_available(
     tmp_path: Path, files: dict[str, str], expected: int | None

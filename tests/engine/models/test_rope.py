@@ -118,3 +118,12 @@ def test_heads_that_are_given_away_are_turned_alike(dtype: torch.dtype) -> None:
     # In bfloat16 one of the two rounds after each step, the other at the end.
     tolerance = 1e-6 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(rotate_given(heads, *factors), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_positions_far_apart_are_turned_as_those_of_a_short_table() -> None:
+    """The table is computed in parts: none may be left out, or begin anew."""
+    long = table_of(RopeSpec(), 8, 140_000)
+    positions = torch.tensor([0, 65_535, 65_536, 131_072, 139_999])
+    cosine, _ = long.rows(positions)
+    angles = positions.float()[:, None] * rope_frequencies(RopeSpec(), 8, 140_000)[0]
+    torch.testing.assert_close(cosine[:, 0, 0], angles.cos())
