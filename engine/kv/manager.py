@@ -206,35 +206,32 @@ class KVCacheManager:
                 self._pool.keep(table.block_ids[i])
         table.num_shareable = num_full
 
-    def trim(self, sequence_id: SequenceId, num_tokens: int) -> int:
-        """Give back the blocks of a sequence that lie beyond its first `num_tokens` tokens; returns how many.
-
-        Nobody else can have found them: only what is computed is offered.
-        """
-        table = self._tables.get(sequence_id)
-        num_kept = -(-num_tokens // self._block_size)
-        if table is None or num_kept >= len(table.block_ids):
-            return 0
-        unused = table.block_ids[num_kept:]
-        del table.block_ids[num_kept:]
-        # The table may be as long again soon, with other blocks.
-        table.as_tuple = ()
-        self._pool.release(reversed(unused))
-        return len(unused)
-
-    def free(self, sequence_id: SequenceId, *, is_over: bool = False) -> None:
-        """Give back all that a sequence holds. Nothing happens when it holds nothing.
+    def free(self, sequence_id: SequenceId, *, num_kept_tokens: int = 0, is_over: bool = False) -> int:
+        """Give back what a sequence holds. Nothing happens when it holds nothing.
 
         Args:
+            num_kept_tokens: so many tokens keep their blocks; at least those whose KV is valid, or none.
             is_over: whether it will never come back, so that nothing need be remembered for it.
+
+        Returns:
+            How many blocks it no longer holds.
         """
-        table = self._tables.pop(sequence_id, None)
-        if table is not None:
-            # Last block first: what begins a text is likelier to be asked for again than what ends it.
-            self._pool.release(reversed(table.block_ids))
         if is_over:
             self._chains.pop(sequence_id, None)
-            self._matches.pop(sequence_id, None)
+        table = self._tables.get(sequence_id)
+        num_kept = -(-num_kept_tokens // self._block_size)
+        if table is None or num_kept >= len(table.block_ids):
+            return 0
+        given_back = table.block_ids[num_kept:]
+        if num_kept == 0:
+            del self._tables[sequence_id]
+        else:
+            del table.block_ids[num_kept:]
+            # It may be as long again soon, with other blocks.
+            table.as_tuple = ()
+        # Last block first: what begins a text is likelier to be asked for again than what ends it.
+        self._pool.release(reversed(given_back))
+        return len(given_back)
 
     def withdraw(self, sequence_id: SequenceId) -> None:
         """Let nobody else share what a sequence has offered: its content is not to be trusted."""

@@ -237,9 +237,9 @@ class Scheduler:
         if not self._speculator.is_active:
             return 0
         return sum(
-            self._kv.trim(
+            self._kv.free(
                 sequence.sequence_id,
-                sequence.num_computed_tokens
+                num_kept_tokens=sequence.num_computed_tokens
                 + max(1, plan.num_tokens_of.get(sequence, 0))
                 + plan.drafts_of.get(sequence, NO_DRAFTS).num_tokens,
             )

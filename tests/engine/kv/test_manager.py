@@ -177,10 +177,11 @@ def test_blocks_beyond_what_is_needed_can_be_given_back():
     kv = make_manager(num_blocks=5)
     kv.allocate_slots(A, 20)
     first, second, *unused = kv.block_ids(A)
-    assert kv.trim(A, 5) == 3
+    assert kv.free(A, num_kept_tokens=5) == 3
     assert kv.block_ids(A) == (first, second)
     assert kv.num_available_blocks == 3
-    assert kv.trim(A, 5) == kv.trim(A, 9) == kv.trim(B, 1) == 0
+    assert [kv.free(A, num_kept_tokens=number) for number in (5, 8, 9)] == [0, 0, 0]
+    assert kv.free(B, num_kept_tokens=1) == 0
     # As long again as it was before, with other blocks: the table that is told is the one that is held.
     kv.allocate_slots(B, 4)
     kv.allocate_slots(A, 16)
