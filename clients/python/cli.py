@@ -124,6 +124,9 @@ def generate(
     stop_token_id: opt.StopTokenIds = None,
     ignore_eos: opt.IgnoreEos = False,
     time_limit: opt.TimeLimit = None,
+    priority: opt.Priority = None,
+    speculation: opt.Speculation = None,
+    num_speculative_tokens: opt.NumSpeculativeTokens = None,
     timeout: Annotated[
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="Fail when the answer is not complete by then."),
@@ -165,6 +168,9 @@ def generate(
         stop_token_ids=stop_token_id,
         ignore_eos=ignore_eos or None,
         time_limit_s=time_limit,
+        priority=priority,
+        speculation=speculation,
+        num_speculative_tokens=num_speculative_tokens,
         json_schema=opt.text_or_file(json_schema, "--json-schema"),
         json_object=json_object or None,
         regex=regex,
@@ -217,6 +223,9 @@ def chat(
     stop_token_id: opt.StopTokenIds = None,
     ignore_eos: opt.IgnoreEos = False,
     time_limit: opt.TimeLimit = None,
+    priority: opt.Priority = None,
+    speculation: opt.Speculation = None,
+    num_speculative_tokens: opt.NumSpeculativeTokens = None,
 ) -> None:
     """Talk to a model, turn by turn. Ctrl-C cancels an answer, Ctrl-D quits, /help lists commands."""
     options = _given(
@@ -236,6 +245,9 @@ def chat(
         stop_token_ids=stop_token_id,
         ignore_eos=ignore_eos or None,
         time_limit_s=time_limit,
+        priority=priority,
+        speculation=speculation,
+        num_speculative_tokens=num_speculative_tokens,
     )
     from headrace.clients.chat import ChatProgram  # noqa: PLC0415
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415

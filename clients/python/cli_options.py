@@ -12,6 +12,7 @@ SAMPLING = "Sampling"
 STOPPING = "Stopping"
 OUTPUT = "Output"
 FORM = "Form of the answer"
+PACE = "Order and speed"
 
 Target = Annotated[
     str, typer.Option("--target", "-t", metavar="HOST:PORT", help="Where the server listens; unix:/path too.")
@@ -234,6 +235,31 @@ Choices = Annotated[
     ),
 ]
 
+Priority = Annotated[
+    int | None,
+    typer.Option(
+        "--priority",
+        help="Higher goes first, -100 to 100; 0 is usual.",
+        rich_help_panel=PACE,
+    ),
+]
+Speculation = Annotated[
+    bool | None,
+    typer.Option(
+        "--speculation/--no-speculation",
+        help="Let tokens be proposed, several per step, or not. On where the server offers it.",
+        show_default=False,
+        rich_help_panel=PACE,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        help="How many are proposed per step; 0 for none. As many as pay otherwise.",
+        rich_help_panel=PACE,
+    ),
+]
 
 _FLAGS = {
     "sampling.allowed_token_ids": "--allow-token-id",
@@ -244,6 +270,7 @@ _FLAGS = {
     "output.skip_special_tokens": "--special-tokens",
     "constraint.choice.options": "--choice",
     "constraint.choice": "--choice",
+    "speculation.enabled": "--speculation",
     "text": "PROMPT",
     "token_ids": "PROMPT",
     "prompt": "PROMPT",
@@ -257,6 +284,7 @@ _ALIKE = (
     "stop.(max_tokens|min_tokens|ignore_eos|include_stop)",
     "output.(logprobs|prompt_logprobs|echo)",
     "constraint.(json_schema|json_object|regex|grammar)",
+    "speculation.num_speculative_tokens",
     "(n|model|time_limit|priority)",
 )
 _FIELD = re.compile(

@@ -68,6 +68,7 @@ def _step(report: StepReport, origin_s: float) -> Iterator[TraceEvent]:
             "waiting": report.num_waiting,
             "prefill_tokens": report.num_prefill_tokens,
             "decode_tokens": report.num_decode_tokens,
+            "output_tokens": sum(row.num_output_tokens for row in report.rows),
         },
     )
     part_s = start_s
@@ -92,6 +93,7 @@ def _step(report: StepReport, origin_s: float) -> Iterator[TraceEvent]:
                 "step": report.step,
                 "prefill_tokens": row.num_prefill_tokens,
                 "decode_tokens": row.num_decode_tokens,
+                "output_tokens": row.num_output_tokens,
                 "finished": row.is_finished,
             },
         )

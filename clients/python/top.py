@@ -53,8 +53,8 @@ class Snapshot:
     """Everything that is shown at one moment.
 
     Args:
-        prefill_tokens_per_s, decode_tokens_per_s, steps_per_s: over the last seconds; the server's own
-            counts, so no step is missed.
+        prefill_tokens_per_s, output_tokens_per_s, steps_per_s: over the last seconds; the server's own
+            counts, so no step is missed. Output is what was made: with speculation several tokens of a step.
         num_preemptions: since the server's start.
         num_recent_preemptions: in the last seconds.
         parts: of the steps of the last seconds; empty where there were none.
@@ -65,7 +65,7 @@ class Snapshot:
 
     load: Load
     prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    output_tokens_per_s: float
     steps_per_s: float
     num_preemptions: int
     num_recent_preemptions: int
@@ -81,8 +81,8 @@ class Snapshot:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of both kinds."""
-        return self.prefill_tokens_per_s + self.decode_tokens_per_s
+        """Read and made."""
+        return self.prefill_tokens_per_s + self.output_tokens_per_s
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class TopState:
         return Snapshot(
             load=load,
             prefill_tokens_per_s=per_s(added.num_prefill_tokens),
-            decode_tokens_per_s=per_s(added.num_decode_tokens),
+            output_tokens_per_s=per_s(added.num_output_tokens),
             steps_per_s=per_s(added.num_steps),
             num_preemptions=load.totals.num_preemptions,
             num_recent_preemptions=added.num_preemptions,
@@ -227,7 +227,7 @@ def _rates(loads: Sequence[tuple[float, Load]]) -> tuple[float, ...]:
     for at_s, load in loads:
         if at_s - since_s >= 1.0:
             added = load.totals.since(earlier.totals)
-            rates.append((added.num_prefill_tokens + added.num_decode_tokens) / (at_s - since_s))
+            rates.append((added.num_prefill_tokens + added.num_output_tokens) / (at_s - since_s))
             since_s, earlier = at_s, load
     return tuple(rates)
 

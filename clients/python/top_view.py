@@ -145,7 +145,7 @@ def plain_line(snapshot: Snapshot) -> str:
     line = (
         f"up {_span(load.uptime_s)}  {load.num_running}/{load.max_num_seqs} running, "
         f"{load.num_waiting} waiting, {snapshot.prefill_tokens_per_s:.1f} prefill + "
-        f"{snapshot.decode_tokens_per_s:.1f} decode tokens/s, {_kv(snapshot.blocks)}, "
+        f"{snapshot.output_tokens_per_s:.1f} output tokens/s, {_kv(snapshot.blocks)}, "
         f"{snapshot.num_preemptions} preemptions"
     )
     if snapshot.parts:
@@ -198,7 +198,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _throughput(snapshot: Snapshot, width: int) -> Text:
     text = Text(no_wrap=True, overflow="crop")
     text.append("tokens/s  ", style="dim")
-    text.append(f"{snapshot.decode_tokens_per_s:8.1f} decode {snapshot.prefill_tokens_per_s:8.1f} prefill  ")
+    text.append(f"{snapshot.output_tokens_per_s:8.1f} output {snapshot.prefill_tokens_per_s:8.1f} prefill  ")
     text.append(sparkline(snapshot.history, width - text.cell_len), style="green")
     return text
 

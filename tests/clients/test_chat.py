@@ -41,12 +41,15 @@ async def test_the_conversation_grows() -> None:
 
 async def test_options_go_with_every_request() -> None:
     async with running_fake_server() as server:
-        await run_headrace("chat", "-t", server.target, "--temperature", "0", "-n", "3", stdin="a\nb\n")
+        options = "--temperature 0 -n 3 --priority 7 --speculation --num-speculative-tokens 4".split()
+        await run_headrace("chat", "-t", server.target, *options, stdin="a\nb\n")
     assert [(start.stop.max_tokens, start.sampling.temperature) for start in server.record.starts] == [
         (3, 0),
         (3, 0),
     ]
     assert all(start.sampling.HasField("temperature") for start in server.record.starts)
+    wanted = generation_pb2.SpeculationOptions(enabled=True, num_speculative_tokens=4)
+    assert [(start.priority, start.speculation) for start in server.record.starts] == [(7, wanted)] * 2
 
 
 async def test_an_error_is_shown_and_the_conversation_goes_on_without_the_failed_turn() -> None:

@@ -114,7 +114,8 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
             " --ban-token-id 9 --bad-word foo --bad-word bar --n 2 --best-of 3 --logprobs 0"
             " --prompt-logprobs 2 --echo"
             " --stop END --stop FIN --include-stop --stop-token-id 4 --stop-token-id 5 --ignore-eos"
-            " --time-limit 2.5 --special-tokens --model fake"
+            " --time-limit 2.5 --special-tokens --model fake --priority -3 --no-speculation"
+            " --num-speculative-tokens 0"
         )
         await run_headrace("generate", "hi", "-t", server.target, "--raw", *everything.split())
     nothing, all_given = server.record.starts
@@ -152,6 +153,8 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
             skip_special_tokens=False, logprobs=0, prompt_logprobs=2, echo=True
         ),
         n=2,
+        priority=-3,
+        speculation=generation_pb2.SpeculationOptions(enabled=False, num_speculative_tokens=0),
     )
     expected.time_limit.FromMilliseconds(2500)
     assert all_given == expected

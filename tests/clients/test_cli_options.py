@@ -18,6 +18,10 @@ from headrace.clients.cli_options import with_flags
             "--logprobs: too many, or set --max-tokens lower",
         ),
         ("sampling.banned_token_ids: too many ids", "--ban-token-id: too many ids"),
+        (
+            "speculation.num_speculative_tokens: must be at most 8; speculation.enabled: leave it out",
+            "--num-speculative-tokens: must be at most 8; --speculation: leave it out",
+        ),
         ("constraint.choice.options[3]: is empty", "--choice: is empty"),
         ("text: must be at most 5 bytes", "PROMPT: must be at most 5 bytes"),
         # What has no flag, and what is no field, stays as it is.

@@ -9,12 +9,14 @@ from tests.support.step_reports import STEP_S, make_report, make_reports
 
 
 def make_load(
-    num_steps: int = 0, prefill: int = 0, decode: int = 0, preemptions: int = 0, num_running: int = 2
+    num_steps: int = 0, prefill: int = 0, output: int = 0, preemptions: int = 0, num_running: int = 2
 ) -> Load:
     totals = StepTotals(
         num_steps=num_steps,
         num_prefill_tokens=prefill,
-        num_decode_tokens=decode,
+        # With speculation fewer rows than tokens.
+        num_decode_tokens=output // 2,
+        num_output_tokens=output,
         num_preemptions=preemptions,
     )
     return Load(num_running, 1, 3, KvBlocks(100, 80, 0, 20), totals, "continuous", "tiny", 60.0)
@@ -35,7 +37,7 @@ def test_rates_are_those_of_the_last_seconds_by_the_servers_own_counts() -> None
     state.take_load(make_load(110, 1000, 200, preemptions=3), 24.0)
     state.take_load(make_load(120, 1050, 300, preemptions=5), 25.0)
     shown = state.snapshot(25.0)
-    assert (shown.decode_tokens_per_s, shown.prefill_tokens_per_s, shown.steps_per_s) == (40, 10, 4)
+    assert (shown.output_tokens_per_s, shown.prefill_tokens_per_s, shown.steps_per_s) == (40, 10, 4)
     assert (shown.num_preemptions, shown.num_recent_preemptions) == (5, 2)
     assert shown.history == (55.0, 25.0, 150.0)
 
@@ -88,10 +90,10 @@ def test_times_of_the_parts_are_those_of_recent_steps() -> None:
 
 
 def test_a_server_that_was_started_anew_begins_anew() -> None:
-    state = state_of("a", "a", "-", "a", load=make_load(num_steps=100, decode=500))
+    state = state_of("a", "a", "-", "a", load=make_load(num_steps=100, output=500))
     assert state.snapshot(1.0).num_missed == 1
     state.take_step(make_report(1, "b"), 2.0)
-    state.take_load(make_load(num_steps=1, decode=1), 2.0)
+    state.take_load(make_load(num_steps=1, output=1), 2.0)
     shown = state.snapshot(2.0)
     assert (shown.num_missed, shown.tokens_per_s) == (0, 0)
     assert shown.lanes[0] == Lane(0)

@@ -27,7 +27,7 @@ def make_snapshot(*, num_missed: int = 0, lanes: tuple[Lane, ...] = LANES) -> Sn
     return Snapshot(
         load=LOAD,
         prefill_tokens_per_s=102.4,
-        decode_tokens_per_s=50.0,
+        output_tokens_per_s=50.0,
         steps_per_s=25.0,
         num_preemptions=7,
         num_recent_preemptions=1,
@@ -57,7 +57,7 @@ def test_the_picture_has_load_rates_blocks_times_and_a_lane_for_each_slot(view: 
         "tiny",
         "up 1 d 2:03:04",
         "2 running of 4   3 waiting   7 preemptions (1 lately)",
-        "50.0 decode",
+        "50.0 output",
         "102.4 prefill",
         "50 live, 10 cached, 140 free of 200 blocks",
         "step 40.0 ms/50.0 ms   schedule 0.10 ms/0.20 ms",
@@ -103,7 +103,7 @@ def test_elsewhere_it_is_a_line_each_time() -> None:
         view.show(make_snapshot(num_missed=2))
         view.say("host:1: gone; trying again")
     first, second = out.getvalue().splitlines()
-    assert first.startswith("up 1 d 2:03:04  2/4 running, 3 waiting, 102.4 prefill + 50.0 decode tokens/s")
+    assert first.startswith("up 1 d 2:03:04  2/4 running, 3 waiting, 102.4 prefill + 50.0 output tokens/s")
     assert first.endswith("step 40.0 ms (p99 50.0 ms), 2 steps not seen")
     assert second == "host:1: gone; trying again"
 
@@ -114,7 +114,7 @@ def test_json_is_an_object_each_time() -> None:
         view.show(make_snapshot())
         view.say("gone")
     first, second = map(json.loads, out.getvalue().splitlines())
-    assert (first["num_waiting"], first["blocks"]["live"], first["decode_tokens_per_s"]) == (3, 50, 50.0)
+    assert (first["num_waiting"], first["blocks"]["live"], first["output_tokens_per_s"]) == (3, 50, 50.0)
     assert [(lane["slot"], lane["request"], lane["work"]) for lane in first["lanes"]] == [
         (0, "1:first", "decode"),
         (1, "2:second", "prefill"),
