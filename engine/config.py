@@ -18,6 +18,8 @@ MAX_LATENCY_CLASSES = 64
 MAX_SPECULATIVE_TOKENS = 32
 """Most draft tokens of one sequence in one step that any configuration allows."""
 WEIGHT_DTYPES = ("same", "int8", "int4")
+MAX_THREADS = 1024
+"""Most compute threads: far more than that end the process without a word where there are too few cores."""
 
 
 class BatchingPolicy(StrEnum):
@@ -108,7 +110,7 @@ class SchedulerConfig:
         max_num_skips: how many requests behind one that doesn't fit yet may be admitted before it;
             after that nobody passes it.
         priority_ageing_s: waiting time after which a request counts as one class higher, seconds.
-        client_weights: share of a client relative to others; 1 for whoever is not in it.
+        client_weights: share of a client relative to others, 0.001 to 1000; 1 for whoever is not in it.
         batching: see `BatchingPolicy`.
         static_batch_wait_s: with `BatchingPolicy.STATIC`, for how long the oldest request waits for others to
             fill up the batch that it is to be in, seconds; a batch that is full begins at once.
@@ -135,9 +137,10 @@ class SchedulerConfig:
         _require_at_least("max_num_waiting", self.max_num_waiting, 1)
         _require_at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
         _require_at_least("max_num_skips", self.max_num_skips, 0)
-        _require_positive("priority_ageing_s", self.priority_ageing_s)
+        # Beyond these, what a client has had, or how often one has aged, is no exact number any more.
+        _require_within("priority_ageing_s", self.priority_ageing_s, 1e-3, 1e9)
         for client, weight in self.client_weights.items():
-            _require_positive(f"client_weights[{client!r}]", weight)
+            _require_within(f"client_weights[{client!r}]", weight, 1e-3, 1e3)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
@@ -284,6 +287,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_at_least("num_threads", self.num_threads, 1)
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads={self.num_threads} is too many: use {MAX_THREADS} or fewer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +373,7 @@ def _require_at_least(name: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{name}={value} is too small: use {least} or more")
 
 
-def _require_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value:g} can't be: use a number above 0")
+def _require_within(name: str, value: float, low: float, high: float) -> None:
+    # A value that is no number fails the comparison, too.
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value:g} can't be: use a number from {low:g} to {high:g}")

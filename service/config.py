@@ -145,7 +145,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
     )
 
     max_message_size: ByteSize = Field(
-        ByteSize(Limits().max_message_bytes), gt=0, description="longest gRPC message, either way"
+        ByteSize(Limits().max_message_bytes), ge=2**16, description="longest gRPC message, either way"
     )
     max_text_size: ByteSize = Field(
         ByteSize(Limits().max_text_bytes), gt=0, description="longest text or conversation of one request"
@@ -159,7 +159,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
         allow_inf_nan=False,
         description="longest time that a message may wait for its reader, seconds",
     )
-    text_threads: int = Field(2, ge=1, description="threads that encode and decode text")
+    text_threads: int = Field(2, ge=1, le=256, description="threads that encode and decode text")
 
     drain_grace_s: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="longest wait for running requests at the end, seconds"

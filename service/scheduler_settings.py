@@ -53,8 +53,8 @@ class SchedulerSettings(BaseSettings):
     )
     client_weights: dict[str, float] = Field(
         default_factory=dict,
-        description="a client's share relative to others', such as batch=0.5; 1 for who is not named; "
-        "repeatable",
+        description="a client's share relative to others', such as batch=0.5, from 0.001 to 1000; 1 for who "
+        "is not named; repeatable",
     )
 
     @model_validator(mode="after")

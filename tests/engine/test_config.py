@@ -29,7 +29,12 @@ from headrace.engine.errors import ConfigError
         (lambda: SchedulerConfig(max_prefill_chunk=0), "max_prefill_chunk=0 is too small"),
         (lambda: SchedulerConfig(max_num_waiting=0), "max_num_waiting=0 is too small"),
         (lambda: SchedulerConfig(max_num_skips=-1), "max_num_skips=-1 is too small"),
+        (lambda: SchedulerConfig(priority_ageing_s=1e-310), "use a number from 0.001 to 1e"),
+        (lambda: SchedulerConfig(priority_ageing_s=float("nan")), "priority_ageing_s=nan"),
+        (lambda: SchedulerConfig(client_weights={"a": 1.0, "b": 1e-12}), "client_weights.'b'.=1e-12"),
+        (lambda: SchedulerConfig(client_weights={"a": float("inf")}), "use a number from 0.001 to 1000"),
         (lambda: EngineConfig(ModelConfig(Path("m")), num_threads=0), "num_threads=0 is too small"),
+        (lambda: EngineConfig(ModelConfig(Path("m")), num_threads=10**6), "use 1024 or fewer"),
         (lambda: CacheLayout(num_blocks=2, block_size=0), "block_size=0 is too small"),
     ],
 )

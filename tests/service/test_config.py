@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine import BatchingPolicy
+from headrace.engine import BatchingPolicy, ConfigError
 from headrace.service.config import (
     InvalidConfig,
     ServiceConfig,
@@ -125,6 +125,16 @@ def test_each_wrong_value_is_one_line_that_names_where_it_came_from(
 def test_times_are_finite(value: str) -> None:
     (problem,) = problems(*MODEL, f"--drain-grace-s={value}")
     assert problem.startswith("--drain-grace-s")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--max-message-size", "1"), ("--text-threads", "100000"), ("--priority-ageing-s", "1e-310")],
+)
+def test_a_value_that_no_server_could_work_with_is_refused(flag: str, value: str) -> None:
+    with pytest.raises((InvalidConfig, ConfigError)) as refusal:
+        load_config((*MODEL, flag, value)).engine_config(Path("m"))
+    assert in_flags(str(refusal.value)).startswith(flag)
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
