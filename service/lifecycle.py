@@ -27,6 +27,7 @@ from headrace.engine import (
     load_model,
     resolve_model,
 )
+from headrace.service.collector import settled_garbage
 from headrace.service.config import ServiceConfig
 from headrace.service.control import Drainer
 from headrace.service.health import Health
@@ -124,7 +125,8 @@ class _Service:
             self._serving.open(ServedModel(name, engine, texts, limits))
             await self._health.ready()
             _log_ready(engine)
-            return await self._until_the_end(engine)
+            with settled_garbage():
+                return await self._until_the_end(engine)
         finally:
             self._serving.close()
             texts.close()

@@ -58,6 +58,9 @@ async def run_demo(
         for batching in POLICIES:
             console.print(f"Starting a server of {model} with {batching} batching …", markup=False)
             arguments = ("--model", model, "--dtype", dtype, "--max-num-seqs", f"{num_slots}")
+            if batching == "static":
+                # Nobody's first batch is to be small for the time that it takes to send the requests.
+                arguments += ("--static-batch-wait-s", "1")
             try:
                 async with running_server([*arguments, "--batching", batching], command) as server:
                     title = (

@@ -11,7 +11,6 @@ one step, the mean over all steps, of this thread alone, in microseconds.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 
@@ -20,6 +19,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.runner.protocol import LoadedModel
 from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
 from headrace.engine.sequence import OutputParams
+from headrace.service.collector import settled_garbage
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config, make_request
 
@@ -61,9 +61,14 @@ def _time(num_rows: int, args: argparse.Namespace, *, wants_text: bool) -> tuple
         core.finish_step(_outcome(plan, result))
         if plan.num_tokens == len(plan.rows) == num_rows:
             break
-    gc.collect()
+    with settled_garbage():
+        return _time_steps(core, num_rows, args.steps)
+
+
+def _time_steps(core: EngineCore, num_rows: int, num_steps: int) -> tuple[float, float]:
+    result = RowResult((97,))
     plans, updates = [], []
-    for _ in range(args.steps):
+    for _ in range(num_steps):
         began_s = time.thread_time()
         plan = core.begin_step()
         planned_s = time.thread_time()

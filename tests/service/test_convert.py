@@ -156,6 +156,14 @@ def test_a_bad_field_is_refused_by_name(start: StartGeneration, field: str) -> N
     assert refusal.value.violations[0].description
 
 
+def test_a_priority_above_the_operators_cap_is_refused_by_name() -> None:
+    limits = Limits(max_priority=5)
+    assert parsed(make_start("a", priority=5), limits=limits).priority == 5
+    parsed(make_start("a", priority=-100), limits=limits)
+    with pytest.raises(InvalidRequest, match=r"priority.*from -100 to 5, got 6"):
+        parsed(make_start("a", priority=6), limits=limits)
+
+
 async def test_each_bad_field_is_invalid_argument_to_its_sender_and_nobody_else() -> None:
     async with running_service() as service:
         for start, field in BAD_FIELDS:

@@ -1,0 +1,25 @@
+"""Python's garbage collector, in a process that serves for long."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+THRESHOLDS = (20_000, 50, 50)
+"""Each step makes a handful of small objects per row and drops them a step later. By Python's own thresholds
+they are looked through several times a step, together with all that lives longer."""
+
+
+@contextmanager
+def settled_garbage() -> Iterator[None]:
+    """Within the block, leave out what is there now, model and modules, and look at the rest less often."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
