@@ -12,7 +12,7 @@ import typer
 
 from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
-from headrace.clients.cli_outcome import FAILED, USAGE, fail
+from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_because
 
 if TYPE_CHECKING:
     from headrace.clients.bench import BenchResult, BenchSettings
@@ -100,7 +100,7 @@ def bench(
     except (WorkloadError, PlotError) as error:
         fail(str(error), USAGE)
     except BackendError as error:
-        fail(str(error), FAILED)
+        fail_because(error)
     if result.is_interrupted:
         raise typer.Exit(INTERRUPTED)
     if result.summary.num_failed:

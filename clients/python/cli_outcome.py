@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -60,17 +61,46 @@ def require_server(command: str) -> None:
 
 
 def fail_with(error: HeadraceError) -> NoReturn:
-    """End the command with what went wrong, in the words of the command line."""
     from headrace.clients import errors  # noqa: PLC0415
 
     message = error.message
-    if isinstance(error, errors.Unavailable) and "connect" in message:
-        # gRPC tells of every address that it tried; the last one says it all.
-        message = message.rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
-        message += " (is a server running there? `headrace serve` starts one)"
-    if isinstance(error, errors.InvalidArgument):
+    if isinstance(error, errors.Unavailable):
+        message = _unreached(message)
+    elif isinstance(error, errors.Unauthenticated):
+        message += " (--token-file FILE before the command, or HEADRACE_TOKEN, says who calls)"
+    elif isinstance(error, errors.Unimplemented) and message.startswith("Method not found"):
+        message = (
+            "this port has no such method: top, timeline and budget ask the one of `headrace serve "
+            "--control-port`, all other commands that of --port"
+        )
+    elif isinstance(error, errors.InvalidArgument):
         message = with_flags(message)
     fail(message, USAGE if isinstance(error, errors.InvalidArgument) else FAILED)
+
+
+def fail_because(error: Exception) -> NoReturn:
+    """Fail with the `HeadraceError` that another error came of, or else with that one's own words."""
+    from headrace.clients.errors import HeadraceError  # noqa: PLC0415
+
+    if isinstance(error.__cause__, HeadraceError):
+        fail_with(error.__cause__)
+    fail(str(error), FAILED)
+
+
+def _unreached(message: str) -> str:
+    """Why nobody was reached and what may help; other reasons of a server stay as they are."""
+    if "connect" not in message:
+        return message
+    # gRPC tells of every address that it tried; the last one says it all.
+    message = re.sub(r"^[A-Z_]+: ", "", message.rpartition("last error: ")[2])
+    if "handshake" in message:
+        message = message.removesuffix(": OK")
+        advice = "does the server speak TLS, and is --tls-ca the authority of its certificate?"
+    elif "Socket closed" in message:
+        advice = "a server with TLS wants --tls or --tls-ca before the command"
+    else:
+        advice = "is a server running there? `headrace serve` starts one"
+    return f"{message} ({advice})"
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -13,7 +13,7 @@ import typer
 from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
 from headrace.clients.bench_command import INTERRUPTED
-from headrace.clients.cli_outcome import FAILED, USAGE, fail, require_server
+from headrace.clients.cli_outcome import USAGE, fail, fail_because, require_server
 
 if TYPE_CHECKING:
     from headrace.clients.bench_backend import GrpcBackend
@@ -170,7 +170,7 @@ def _run(settings: TuneSettings, tuning: Tuning, budget: LatencyBudget, pictures
     except (TuneError, WorkloadError) as error:
         fail(str(error), USAGE)
     except (BackendError, ServerFailedError) as error:
-        fail(str(error), FAILED)
+        fail_because(error)
     if tuning.points:
         tuning.write(budget)
         draw_curve(tuning.points, budget, settings.model or "running server", pictures)

@@ -95,5 +95,7 @@ async def test_nobody_there_is_one_line(command: str, tmp_path: Path) -> None:
     more = ("--out", str(tmp_path)) if command == "tune" else ()
     outcome = await run_headrace(*command.split(), "-t", NOBODY, *more)
     assert outcome.status == 1
-    assert outcome.err.startswith(f"headrace: {NOBODY}: ")
+    assert outcome.err.startswith("headrace: ")
+    assert f"{NOBODY}: " in outcome.err
+    assert "`headrace serve` starts one" in outcome.err
     assert outcome.err.count("\n") == 1

@@ -11,7 +11,7 @@ from headrace.clients.connection import ConnectionOptions, Tls, open_channel
 from headrace.service.auth import AuthRules
 from headrace.service.identity import Role
 from headrace.service.server import Entrance
-from headrace.service.tls import TlsFiles
+from headrace.service.tls import TlsFiles, server_credentials
 from headrace.service.tokens import entry_line
 from tests.support.certificates import Authority
 from tests.support.programs import run_headrace
@@ -38,10 +38,29 @@ async def test_a_token_and_an_authority_open_an_encrypted_port(tmp_path: Path) -
         refused = await run_headrace(*reach, *asked)
         assert refused.status == 1
         assert "authorization: Bearer" in refused.err
+        assert "--token-file FILE before the command" in refused.err
         checked = await run_headrace(
             *reach, "health", "-t", service.address, "--timeout", "20", environment={"HEADRACE_TOKEN": TOKEN}
         )
         assert (checked.status, checked.out) == (0, "SERVING\n")
+
+
+async def test_who_comes_to_a_port_in_the_wrong_way_is_told_the_right_one(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    server = authority.issue("server")
+    entrance = Entrance(credentials=server_credentials(TlsFiles(server.cert, server.key, None)))
+    asked = ("generate", "to be", "-t")
+    async with running_service(entrance=entrance) as service:
+        plain = await run_headrace(*asked, service.address)
+        strange = await run_headrace("--tls-ca", str(stranger.cert), *asked, service.address)
+    async with running_service() as service:
+        encrypted = await run_headrace("--tls-ca", str(authority.cert), *asked, service.address)
+        operators = await run_headrace("budget", "-t", service.address)
+    assert "wants --tls or --tls-ca before the command" in plain.err
+    assert "--tls-ca the authority of its certificate?" in strange.err
+    assert "does the server speak TLS" in encrypted.err
+    assert "--control-port" in operators.err
+    assert "Method not found" not in operators.err
 
 
 async def test_what_can_not_be_used_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
