@@ -56,8 +56,9 @@ def bench(
 ) -> None:
     """Put load on a server and measure what its callers would see.
 
-    Latencies count from when a request was due, so that a server that falls behind can't hide it. Failed
-    requests are counted by their codes. Exit status: 0 when every request was complete, 1 when one failed.
+    Latencies count from when a request was due, so that a server that falls
+    behind can't hide it. Failed requests are counted by their codes. Exit status:
+    0 when every request was complete, 1 when one failed.
     """
     from headrace.clients import bench as measuring  # noqa: PLC0415
     from headrace.clients.bench_backend import BackendError  # noqa: PLC0415

@@ -119,9 +119,10 @@ def timeline(
 ) -> None:
     """Write what each slot did, step by step: a picture, SVG and PNG, and a trace for ui.perfetto.dev.
 
-    With --target it records a running server; Ctrl-C ends the recording. Otherwise it starts a server of its
-    own, once with continuous and once with static batching, and sends it the twenty requests of
-    `headrace demo`. Pictures need the bench extra, an own server needs the server extra.
+    With --target it records a running server; Ctrl-C ends the recording.
+    Otherwise it starts a server of its own, once with continuous and once with
+    static batching, and sends it the twenty requests of `headrace demo`. Pictures
+    need the bench extra, an own server needs the server extra.
     """
     from headrace.clients import timeline as recording  # noqa: PLC0415
     from headrace.clients.demo_server import ServerFailedError  # noqa: PLC0415

@@ -116,8 +116,9 @@ def tune(
 ) -> None:
     """Find out how many requests at a time a server should take, and print the flags for it.
 
-    Measures throughput and latency at growing concurrency, marks the knee of the curve, and the best point
-    that keeps a latency budget. Ctrl-C keeps what is measured; the same command goes on from there.
+    Measures throughput and latency at growing concurrency, marks the knee of the
+    curve, and the best point that keeps a latency budget. Ctrl-C keeps what is
+    measured; the same command goes on from there.
     """
     from headrace.clients.bench import BenchSettings  # noqa: PLC0415
     from headrace.clients.plots import PlotError, require_plots  # noqa: PLC0415
