@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -65,10 +67,15 @@ class Corpus:
         write_whole(path, lambda partial: save_file(tensors, partial, metadata=metadata))
 
     def read(self) -> Iterator[Piece]:
-        """Piece by piece, in order."""
+        """Piece by piece, in order.
+
+        Raises:
+            ConfigError: one is damaged.
+        """
         for path in self._paths():
-            with safe_open(path, framework="pt") as file:
-                yield Piece(file.get_tensor("token_ids"), file.get_tensor("hidden"), self._lengths(path))
+            with _opened(path) as file:
+                piece = Piece(file.get_tensor("token_ids"), file.get_tensor("hidden"), self._lengths(path))
+            yield piece
 
     def _paths(self) -> Iterator[Path]:
         number = 0
@@ -77,9 +84,20 @@ class Corpus:
             number += 1
 
     def _lengths(self, path: Path) -> tuple[int, ...]:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             lengths: list[int] = json.loads(file.metadata()["lengths"])
         return tuple(lengths)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}): delete it and the pieces behind it, and they are made anew"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -64,15 +65,34 @@ def distil(settings: DistillationSettings, progress: DistillationProgress) -> Dr
     read_spec(settings.target)
     student = Student(settings.target, settings.num_layers)
     _claim(work, settings)
-    corpus = Corpus(work)
-    _fill_corpus(corpus, settings, progress)
-    examples = Examples(corpus)
-    Training(student, examples, settings, work / _CHECKPOINT_FILE).run(progress)
-    student.save(settings.output)
-    report = _measured(settings, _beginnings(examples), student.num_parameters, progress)
-    text = _as_json(report)
-    write_whole(settings.output / REPORT_FILE, lambda path: _write_text(path, text))
+    with _alone(work):
+        corpus = Corpus(work)
+        _fill_corpus(corpus, settings, progress)
+        examples = Examples(corpus)
+        Training(student, examples, settings, work / _CHECKPOINT_FILE).run(progress)
+        student.save(settings.output)
+        report = _measured(settings, _beginnings(examples), student.num_parameters, progress)
+        text = _as_json(report)
+        write_whole(settings.output / REPORT_FILE, lambda path: _write_text(path, text))
     return report
+
+
+@contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """While no other process works in the folder.
+
+    Raises:
+        ConfigError: one does.
+    """
+    with (work / SETTINGS_FILE).open("rb") as file:
+        try:
+            # It ends with the process, however that ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{work} is worked in by another headrace draft: wait for it, or name another folder"
+            ) from error
+        yield
 
 
 def _claim(work: Path, settings: DistillationSettings) -> None:
@@ -89,7 +109,7 @@ def _claim(work: Path, settings: DistillationSettings) -> None:
                 "go on with the same settings, name another folder, or delete this one"
             )
         return
-    if work.is_dir() and any(work.iterdir()):
+    if any(work.glob("*.safetensors")):
         raise ConfigError(f"{work} holds work without {SETTINGS_FILE}: delete it, or name another folder")
     # One that was made here may be made anew, though its work is gone.
     if (output / CONFIG_FILE).is_file() and not (output / REPORT_FILE).is_file():

@@ -65,6 +65,16 @@ def test_a_piece_that_was_broken_off_is_no_piece(tmp_path: Path, monkeypatch: py
     assert [found.token_ids.tolist() for found in corpus.read()] == [[1, 2], [5, 6]]
 
 
+@pytest.mark.parametrize("content", [b"", b"no piece at all"])
+def test_a_damaged_piece_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    corpus = filled(tmp_path, piece((1, 2)), piece((3, 4)))
+    (tmp_path / "piece-00001.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"piece-00001\.safetensors is damaged .* delete it"):
+        list(corpus.read())
+    with pytest.raises(ConfigError, match="is damaged"):
+        _ = corpus.num_tokens
+
+
 def test_without_room_the_pieces_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = filled(tmp_path, piece((1, 2)))
 

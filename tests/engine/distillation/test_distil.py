@@ -235,6 +235,27 @@ def test_pieces_of_unknown_settings_are_not_gone_on_with(
         distil(tiny_settings(target, tmp_path / "draft"), RecordedProgress())
 
 
+def test_two_do_not_work_in_one_folder(tmp_path: Path, target: Path, text: Path) -> None:
+    settings = tiny_settings(target, tmp_path / "draft", text=(text,))
+    seen: list[str] = []
+
+    class Second(RecordedProgress):
+        """Begins the same once more while it is told of the first."""
+
+        def __call__(self, stage: str, done: int, total: int) -> None:
+            with pytest.raises(ConfigError, match="worked in by another headrace draft"):
+                distil(settings, RecordedProgress())
+            seen.append(stage)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distil(settings, Second())
+    assert seen == ["gathering text"]
+    # Whoever was broken off holds nothing back.
+    with pytest.raises(KeyboardInterrupt):
+        distil(settings, RecordedProgress(("learning", 1)))
+
+
 def test_a_full_disk_keeps_the_pieces_before(
     tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
