@@ -71,6 +71,12 @@ class Limits:
     max_remembered_labels: int = 16_384
     slow_reader_s: float = 60.0
 
+    @property
+    def max_rendered_bytes(self) -> int:
+        """Longest text that a model's chat template may make of a conversation: it adds markers, and writes
+        tools in longer words than they came in."""
+        return 4 * self.max_text_bytes
+
 
 def is_valid_request_id(label: str) -> bool:
     """Whether `label` is 1 to 128 printable ASCII characters."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headrace.engine import Chat, Overloaded, Tokenizer
+from headrace.engine import Chat, InvalidRequest, Overloaded, Tokenizer
 from headrace.service.convert import Prompt
 from headrace.service.limits import Limits
+from headrace.service.violations import num_bytes
 
 T = TypeVar("T")
 
@@ -88,14 +89,48 @@ class TextWorkers:
         return await self.run(sum(map(len, texts)), work)
 
     async def render(self, tokenizer: Tokenizer, chat: Chat) -> tuple[str, tuple[int, ...]]:
-        """The text of a conversation and its token ids."""
+        """The text of a conversation and its token ids.
+
+        Raises:
+            Overloaded, NoChatTemplate, InvalidRequest: see `run` and `Tokenizer`; or the text is too long.
+        """
+        most = self._limits.max_rendered_bytes
 
         def work() -> tuple[str, tuple[int, ...]]:
             text = tokenizer.render_chat(chat)
+            size = num_bytes(text)
+            if size > most:
+                raise InvalidRequest.of(
+                    "chat",
+                    f"the model's chat template makes {size} bytes of it, at most {most} are taken: send "
+                    "less, tools and template variables included",
+                )
             return text, tuple(tokenizer.encode_chat(text))
 
-        return await self.run(sum(len(message.content) for message in chat.messages), work)
+        return await self.run(_size_of_chat(chat), work)
 
     def close(self) -> None:
         """Take no more; what has not begun is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _size_of_chat(chat: Chat) -> int:
+    """Characters of all that a template may write, and one for each JSON value."""
+    messages = sum(
+        len(message.content) + sum(_size_of_json(call.arguments) for call in message.tool_calls)
+        for message in chat.messages
+    )
+    tools = sum(len(tool.description) + _size_of_json(tool.parameters) for tool in chat.tools)
+    return messages + tools + _size_of_json(chat.template_variables)
+
+
+def _size_of_json(value: object) -> int:
+    match value:
+        case str():
+            return 1 + len(value)
+        case Mapping():
+            return 1 + sum(len(key) + _size_of_json(each) for key, each in value.items())
+        case list() | tuple():
+            return 1 + sum(map(_size_of_json, value))
+        case _:
+            return 1

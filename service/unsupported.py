@@ -17,6 +17,8 @@ from headrace.v1 import generation_pb2 as pb
 # Bounds of the search for unknown fields.
 _MAX_UNKNOWN_BYTES = 4096
 _MAX_SEARCHED_PARTS = 4096
+_MAX_COPIED_BYTES = 2**18
+"""Of a larger message no copy is made, for the event loop waits: what is unknown is taken out of it."""
 
 
 class UnknownField(Protocol):
@@ -32,22 +34,30 @@ def unknown_fields(message: Message) -> Iterator[FieldViolation]:
     parts of a message with few unknown bytes. Where there are any, at least one is told.
 
     A StartGeneration within another message is not entered: its own are told together with all else that is
-    wrong with it. Only where they are many they are told here too.
+    wrong with it. Only where they are many, or the message is large, they are told here too.
+
+    A large `message` loses its unknown fields: whoever is told of one has to refuse it.
     """
-    num_bytes = _num_unknown_bytes(message)
-    if num_bytes > _MAX_UNKNOWN_BYTES:
+    size = message.ByteSize()
+    is_large = size > _MAX_COPIED_BYTES
+    num_bytes = _num_discarded_bytes(message, size) if is_large else _num_unknown_bytes(message, size)
+    if num_bytes > (0 if is_large else _MAX_UNKNOWN_BYTES):
         yield FieldViolation("#", f"{num_bytes} bytes are in fields that are not known to this build")
     elif num_bytes > 0:
         yield from islice(_named_unknown_fields(message), MAX_DETAILED_VIOLATIONS)
 
 
-def _num_unknown_bytes(message: Message) -> int:
+def _num_discarded_bytes(message: Message, size: int) -> int:
+    message.DiscardUnknownFields()
+    return size - message.ByteSize()
+
+
+def _num_unknown_bytes(message: Message, size: int) -> int:
     # In the protobuf library's own code alone: to list unknown fields takes a microsecond for each. It
     # stops 64 messages deep; only JSON values can nest so deep, and that many levels are refused.
     known = type(message)()
     known.CopyFrom(message)
-    known.DiscardUnknownFields()
-    return message.ByteSize() - known.ByteSize()
+    return _num_discarded_bytes(known, size)
 
 
 def _named_unknown_fields(message: Message) -> Iterator[FieldViolation]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine import Chat, ChatMessage, NoChatTemplate, Overloaded
+from headrace.engine import Chat, ChatMessage, InvalidRequest, NoChatTemplate, Overloaded, Tool, ToolCall
 from headrace.service.limits import Limits
 from headrace.service.text import TextWorkers
 from tests.support.fake_runner import BOS, FakeTokenizer
@@ -60,3 +60,39 @@ async def test_work_that_is_given_up_frees_its_room(workers: TextWorkers) -> Non
     gate.set()
     assert await waiting == "room"
     assert await held[0]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        Chat((ChatMessage("user", "x" * 100),)),
+        Chat((ChatMessage("user", ""),), tools=(Tool("t", "x" * 100, {}),)),
+        Chat((ChatMessage("user", ""),), tools=(Tool("t", "", {"a": ["x" * 50, {"b": "y" * 50}]}),)),
+        Chat((ChatMessage("user", ""),), template_variables={"a": {"b" * 100: None}}),
+        Chat((ChatMessage("assistant", "", (ToolCall("1", "t", {"a": [0.0] * 100}),)),)),
+    ],
+    ids=["message", "tool", "parameters", "template variables", "tool call"],
+)
+async def test_all_of_a_conversation_counts_for_the_bound_of_what_waits(
+    workers: TextWorkers, chat: Chat
+) -> None:
+    with pytest.raises(Overloaded):
+        await workers.render(FakeTokenizer(), chat)
+
+
+async def test_a_conversation_that_becomes_too_long_a_text_is_refused() -> None:
+    chat = Chat((ChatMessage("user", "hi"),))
+    size = len("user: hi\nassistant: ")
+    for most_given, is_taken in ((size // 4, True), (size // 4 - 1, False)):
+        limits = Limits(max_text_bytes=most_given)
+        workers = TextWorkers(1, limits)
+        try:
+            if is_taken:
+                assert (await workers.render(FakeTokenizer(), chat))[1]
+                continue
+            with pytest.raises(
+                InvalidRequest, match=f"makes {size} bytes of it, at most {limits.max_rendered_bytes}"
+            ):
+                await workers.render(FakeTokenizer(), chat)
+        finally:
+            workers.close()

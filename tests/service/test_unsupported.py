@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from google.protobuf.struct_pb2 import Value
 
 from headrace.service.limits import MAX_DETAILED_VIOLATIONS
@@ -69,3 +70,19 @@ def test_an_unknown_field_is_found_as_deep_as_json_may_nest() -> None:
     request.chat.template_variables.fields["x"].CopyFrom(value)
     (violation,) = unknown_fields(request)
     assert violation.field.endswith(".list_value.values[0].#99")
+
+
+def test_a_large_message_is_searched_where_it_lies_and_stays_as_it_was() -> None:
+    request = ApplyChatTemplateRequest(chat=ChatPrompt(messages=[ChatMessage(content="x" * 10_000)] * 100))
+    before = request.SerializeToString()
+    assert list(unknown_fields(request)) == []
+    assert request.SerializeToString() == before
+
+
+@pytest.mark.parametrize("depth", ["at the top", "in a request"])
+def test_a_single_unknown_field_of_a_large_message_refuses_it(depth: str) -> None:
+    request = GenerateRequest(start=StartGeneration(text="x" * 1_000_000))
+    (request if depth == "at the top" else request.start).MergeFromString(UNKNOWN_99)
+    (violation,) = unknown_fields(request)
+    assert violation.field == "#"
+    assert "3 bytes are in fields that are not known" in violation.description
