@@ -25,14 +25,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from headrace.engine import Speculation, SpeculationConfig
 from headrace.engine.batch import build_batch
-from headrace.engine.config import (
-    BatchingPolicy,
-    CacheLayout,
-    SchedulerConfig,
-    Speculation,
-    SpeculationConfig,
-)
+from headrace.engine.config import BatchingPolicy, CacheLayout, SchedulerConfig
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.fairness import OUTPUT_COST, PROMPT_COST
