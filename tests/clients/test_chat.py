@@ -41,8 +41,9 @@ async def test_the_conversation_grows() -> None:
 
 async def test_options_go_with_every_request() -> None:
     async with running_fake_server() as server:
-        options = "--temperature 0 -n 3 --priority 7 --speculation --num-speculative-tokens 4".split()
-        await run_headrace("chat", "-t", server.target, *options, stdin="a\nb\n")
+        options = ("--temperature", "0", "-n", "3", "--priority", "7", "--speculation")
+        number = ("--num-speculative-tokens", "4")
+        await run_headrace("chat", "-t", server.target, *options, *number, stdin="a\nb\n")
     assert [(start.stop.max_tokens, start.sampling.temperature) for start in server.record.starts] == [
         (3, 0),
         (3, 0),

@@ -204,33 +204,22 @@ def test_a_draft_model_of_shorter_context_stops_proposing_and_nothing_else_chang
     assert (heard.last.usage.num_draft_tokens > 0) == (draft_max_len > len(PROMPT))
 
 
-@pytest.mark.parametrize("num_blocks", range(5, 12))
-def test_drafts_take_no_block_that_somebody_needs(num_blocks: int) -> None:
-    """With a pool so small that speculation could cost others their place, nobody is preempted for it."""
-    counts = []
-    for speculation in (None, speculating(Speculation.DRAFT_MODEL, 5)):
-        model = make_fake_model(draft=useless_draft, num_blocks=num_blocks, block_size=2, max_model_len=40)
-        server = Server(speculation, model=model)
-        requests = [make_request(prompt=(i, 7), max_tokens=7) for i in range(3)]
-        heard = server.run(*requests)
-        assert [len(each.token_ids) for each in heard] == [7, 7, 7]
-        counts.append(server.core.load.totals.num_preemptions)
-    assert counts[1] <= counts[0]
-
-
-def test_draft_kv_of_a_block_that_another_text_has_taken_over_is_not_trusted() -> None:
+@pytest.mark.parametrize("num_blocks", [7, 8, 11])
+def test_draft_kv_of_a_block_that_another_text_has_taken_over_is_not_trusted(num_blocks: int) -> None:
     """A block keeps its number, not its content: made for one text, then for another by the target alone."""
-    model = make_fake_model(draft=next_token, num_blocks=8, block_size=2, max_model_len=16)
+    model = make_fake_model(draft=next_token, num_blocks=num_blocks, block_size=2, max_model_len=14)
     server = Server(speculating(Speculation.DRAFT_MODEL, 2), model=model)
     plain = SpeculationParams(is_enabled=False)
 
-    server.run(make_request(prompt=tuple(range(10)), max_tokens=4))
-    server.core.flush_cache()
-    server.run(make_request(prompt=tuple(range(50, 60)), max_tokens=4, speculation=plain))
-    (heard,) = server.run(make_request(prompt=tuple(range(50, 60)), max_tokens=4))
+    # Round by round the texts take the blocks in another order, among them such as begin a text.
+    for first in range(0, 90, 10):
+        prompt = tuple(range(first, first + 10))
+        server.run(make_request(prompt=prompt, max_tokens=4, speculation=plain))
+        (heard,) = server.run(make_request(prompt=prompt, max_tokens=4))
 
-    assert heard.last.usage.num_cached_tokens > 0
-    assert heard.last.usage.num_accepted_draft_tokens == heard.last.usage.num_draft_tokens > 0
+        assert heard.last.usage.num_cached_tokens > 0
+        assert heard.last.usage.num_accepted_draft_tokens == heard.last.usage.num_draft_tokens > 0
+        server.core.flush_cache()
 
 
 def test_draft_kv_in_shared_blocks_is_used_where_it_is_known_to_be_there() -> None:
@@ -269,6 +258,50 @@ def test_counts_say_what_became_of_the_drafts(
     assert list(totals.accepted_by_place) == sorted(totals.accepted_by_place, reverse=True)
     assert totals.tokens_per_target_step == 40 / totals.num_draws
     assert low <= totals.acceptance_rate <= high
+
+
+def expected_counts(
+    prompt: Sequence[int], num_drafts: int, max_tokens: int, stop: int | None
+) -> tuple[int, int, int]:
+    """Tokens made, drafts judged and drafts kept, by the book: a step at a time."""
+    text = list(prompt)
+    end = len(prompt) + max_tokens
+    text.append(next_token(text))  # the prompt's step has no drafts
+    num_judged = num_kept = 0
+    while len(text) < end and text[-1] != stop:
+        room = end - len(text) - 1
+        drafts: list[int] = []
+        while len(drafts) < min(num_drafts, room):
+            drafts.append(half_right_draft([*text, *drafts], 0))
+        is_over, num_made = False, 0
+        for draft in [*drafts, None]:
+            token_id = next_token(text)
+            text.append(token_id)
+            num_made += 1
+            num_kept += token_id == draft
+            is_over = token_id == stop
+            if is_over or token_id != draft:
+                break
+        num_judged += min(len(drafts), num_made) if is_over else len(drafts)
+    return len(text) - len(prompt), num_judged, num_kept
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_what_was_judged_and_kept_is_counted_draft_by_draft(num_drafts: int) -> None:
+    server = Server(speculating(Speculation.DRAFT_MODEL, num_drafts), half_right_draft)
+    made: set[tuple[int, int, int]] = set()
+    for i in range(40):
+        prompt, stop = (i, 3, 9), 97 + i % 26 if i % 3 else None
+        (heard,) = server.run(
+            make_request(
+                prompt=prompt, max_tokens=30, stop_token_ids=frozenset(() if stop is None else (stop,))
+            )
+        )
+        usage = heard.last.usage
+        counts = usage.num_completion_tokens, usage.num_draft_tokens, usage.num_accepted_draft_tokens
+        assert counts == expected_counts(prompt, num_drafts, 30, stop)
+        made.add(counts)
+    assert len(made) > 20
 
 
 def test_a_time_limit_in_the_midst_of_runs_leaves_counts_that_add_up() -> None:
