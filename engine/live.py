@@ -23,7 +23,6 @@ from headrace.engine.scheduling.plan import RowResult, ScheduledSequence
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.text import OutputText
 
-
 _new_event = tuple.__new__
 """Half the time of the tuple's own `__new__`, which sorts arguments and defaults first."""
 

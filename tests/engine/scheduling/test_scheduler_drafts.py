@@ -8,7 +8,7 @@ from headrace.engine.config import BatchingPolicy, CacheLayout, SchedulerConfig,
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.scheduling.plan import RowResult, StepPlan
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Sequence, SequenceId
 from headrace.engine.speculative.speculator import Speculator
 from tests.support.requests import speculating
 from tests.support.scheduler_checks import MAX_DRAFTS, GuessingProposer
@@ -52,7 +52,7 @@ class Drafting:
         self._take_in(plan, by_id)
         return drafted
 
-    def _take_in(self, plan: StepPlan, by_id: dict[int, Sequence]) -> None:
+    def _take_in(self, plan: StepPlan, by_id: dict[SequenceId, Sequence]) -> None:
         for row in plan.rows:
             sequence = by_id[row.sequence_id]
             run = (row.num_draft_tokens + 1000,) if row.is_sampled else ()
