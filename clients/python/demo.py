@@ -57,7 +57,14 @@ async def run_demo(
     with stopped_by_signals():
         for batching in POLICIES:
             console.print(f"Starting a server of {model} with {batching} batching …", markup=False)
-            arguments = ("--model", model, "--dtype", dtype, "--max-num-seqs", f"{num_slots}")
+            arguments: tuple[str, ...] = (
+                "--model",
+                model,
+                "--dtype",
+                dtype,
+                "--max-num-seqs",
+                f"{num_slots}",
+            )
             if batching == "static":
                 # Nobody's first batch is to be small for the time that it takes to send the requests.
                 arguments += ("--static-batch-wait-s", "1")

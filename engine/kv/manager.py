@@ -264,7 +264,7 @@ class KVCacheManager:
             chain = self._chains[sequence_id] = []
         size = self._block_size
         while len(chain) < num_blocks:
-            parent = chain[-1].digest if chain else chain_root(isolation_key, self._model)
+            parent = chain[-1][0] if chain else chain_root(isolation_key, self._model)
             first = len(chain) * size
             chain.append(next_key(parent, token_ids[first : first + size]))
         return chain

@@ -10,21 +10,13 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from headrace.engine.errors import IntegrityError
 
-
-class BlockKey(NamedTuple):
-    """Names the content of one full block. A tuple of bytes: a pool has very many of them.
-
-    Args:
-        digest: SHA-256 over `content`.
-        content: digest of the block before it, or of the chain's root, and then the block's token ids.
-    """
-
-    digest: bytes
-    content: bytes
+BlockKey = tuple[bytes, bytes]
+"""Names the content of one full block: SHA-256 over it, and itself, which is the digest of the block before
+it, or of the chain's root, and then the block's token ids. A tuple without a class of its own, which the
+garbage collector stops looking at once it has seen what is in it: a pool has very many of them."""
 
 
 def chain_root(isolation_key: str, model: str = "") -> bytes:
@@ -37,7 +29,7 @@ def chain_root(isolation_key: str, model: str = "") -> bytes:
 def next_key(parent: bytes, token_ids: Sequence[int]) -> BlockKey:
     """The key of a block that follows the block with digest `parent`."""
     content = parent + _packer(len(token_ids)).pack(*token_ids)
-    return BlockKey(hashlib.sha256(content).digest(), content)
+    return hashlib.sha256(content).digest(), content
 
 
 @lru_cache(maxsize=8)
@@ -59,7 +51,7 @@ class PrefixCache:
 
     def find(self, key: BlockKey) -> int | None:
         """The block with exactly this content, or None."""
-        block_id = self._block_of.get(key.digest)
+        block_id = self._block_of.get(key[0])
         # Equal digests of unequal contents would be a broken hash; a user must not pay for it.
         return block_id if block_id is not None and self._key_of[block_id] == key else None
 
@@ -67,9 +59,10 @@ class PrefixCache:
         """Let a block be found; False when the content is here already, under another block."""
         if block_id in self._key_of:
             raise IntegrityError(f"block {block_id} is known under another key already")
-        if key.digest in self._block_of:
+        digest, _ = key
+        if digest in self._block_of:
             return False
-        self._block_of[key.digest] = block_id
+        self._block_of[digest] = block_id
         self._key_of[block_id] = key
         return True
 
@@ -78,6 +71,6 @@ class PrefixCache:
         key = self._key_of.pop(block_id, None)
         if key is None:
             return False
-        del self._block_of[key.digest]
+        del self._block_of[key[0]]
         self.num_forgotten += 1
         return True
