@@ -28,6 +28,7 @@ from headrace.engine.models.loader import choose_dtype
 _WARM_UP_UPDATES = 50
 _SAVE_EVERY_S = 60.0
 _HIDDEN_WEIGHT = 1.0
+_JUDGED_EXAMPLES = 48
 _STAGE = "learning"
 
 
@@ -143,11 +144,13 @@ class Training:
             DraftingFailed: what it says is no number.
         """
         num_places = same = overlap = 0.0
-        for example in self._examples.held_back:
+        # It is to take little of the time: the first will do.
+        for example in self._examples.held_back[:_JUDGED_EXAMPLES]:
             lesson = Lesson([example])
-            theirs = self._student.logits(lesson.hidden, self._rows).softmax(-1)
-            hidden = self._student.hidden(lesson.token_ids, lesson.mask)
-            ours = self._student.logits(hidden, self._rows).softmax(-1)
+            with self._narrow():
+                theirs = self._student.logits(lesson.hidden, self._rows).softmax(-1)
+                hidden = self._student.hidden(lesson.token_ids, lesson.mask)
+                ours = self._student.logits(hidden, self._rows).softmax(-1)
             same += float((theirs.argmax(-1) == ours.argmax(-1)).sum())
             overlap += float(torch.minimum(theirs, ours).sum())
             num_places += lesson.mask.numel()
@@ -159,7 +162,7 @@ class Training:
         for group in self._optimiser.param_groups:
             group["lr"] = self._settings.learning_rate * self._pace()
         self._optimiser.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype is torch.bfloat16):
+        with self._narrow():
             ours = self._student.hidden(lesson.token_ids, lesson.mask)[lesson.mask]
             theirs = lesson.hidden[lesson.mask]
             with torch.no_grad():
@@ -175,6 +178,10 @@ class Training:
         self._optimiser.step()
         self._num_updates += 1
         return told_loss
+
+    def _narrow(self) -> torch.autocast:
+        """Within it, products are made in bfloat16 where the processor multiplies that."""
+        return torch.autocast("cpu", self._dtype, enabled=self._dtype is torch.bfloat16)
 
     def _pace(self) -> float:
         """Share of the greatest learning rate: up within some updates, then down along a cosine."""
