@@ -234,50 +234,6 @@ def test_several_sequences_and_the_best_of_many_are_those_of_plain_decoding(serv
         ]
 
 
-def test_rejection_sampling_keeps_more_drafts_and_the_first_tokens_distribution(
-    servers: Servers, folders: dict[str, Path]
-) -> None:
-    """Many seeds of one prompt: the second token, which is judged, is drawn as often as without drafts."""
-    config = EngineConfig(
-        model=ModelConfig(folders["target"], dtype="float32"),
-        cache=CacheConfig(block_size=4, num_blocks=2000),
-        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
-        num_threads=torch.get_num_threads(),
-        speculation=SpeculationConfig(
-            Speculation.DRAFT_MODEL,
-            folders["half right"],
-            2,
-            draft_sampling=DraftSampling.REJECTION,
-        ),
-    )
-    rejecting = CoreLoop(load_model(config), config)
-    coupled = servers.make("half right", 2)
-    asked = [
-        make_request(
-            prompt=(7, 8, 9),
-            max_tokens=3,
-            sampling=SamplingParams(temperature=0.9, top_k=3, seed=seed),
-            ignore_eos=True,
-        )
-        for seed in range(500)
-    ]
-    counts = [
-        torch.tensor([[answer.token_ids[place] for answer in server.answers(asked)] for place in range(3)])
-        for server in (rejecting, servers.plain())
-    ]
-    coupled.answers(asked)
-    for mine, plain in zip(*counts, strict=True):
-        common = torch.unique(torch.cat((mine, plain)))
-        a, b = ((side[:, None] == common).sum(dim=0).double() for side in (mine, plain))
-        # Two samples of equal size against each other: degrees of freedom are one less than tokens.
-        statistic = float(((a - b) ** 2 / (a + b)).sum())
-        assert statistic < 2.5 * len(common) + 30
-    assert (
-        rejecting.core.load.totals.speculation.acceptance_rate
-        >= coupled.core.load.totals.speculation.acceptance_rate - 0.02
-    )
-
-
 @pytest.mark.parametrize("vocab_size", [500, 576])
 def test_padding_is_no_difference_of_vocabularies(
     servers: Servers, folders: dict[str, Path], tmp_path: Path, vocab_size: int
