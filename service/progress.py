@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from headrace.service.telemetry import log
+from headrace.service.telemetry import lines_through, log
 
 _LINE_EVERY = 0.25
 """Share of a stage after which another line is written."""
@@ -19,7 +21,7 @@ _LINE_EVERY = 0.25
 class ShownProgress:
     """Obeys `headrace.engine.LoadProgress` and `DistillationProgress`, inside ``with``.
 
-    On a terminal it draws a bar per stage.
+    On a terminal it draws a bar per stage; the lines of the log stand above the bars.
     """
 
     def __init__(self) -> None:
@@ -33,11 +35,14 @@ class ShownProgress:
             transient=True,
             disable=not self._is_terminal,
         )
+        self._above = ExitStack()
         self._lock = threading.Lock()
         self._tasks: dict[str, TaskID] = {}
         self._told: dict[str, float] = {}
 
     def __enter__(self) -> Self:
+        if self._is_terminal:
+            self._above.enter_context(lines_through(self._tell))
         self._bars.start()
         return self
 
@@ -45,6 +50,7 @@ class ShownProgress:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._bars.stop()
+        self._above.close()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` units of `stage` are through; called from any thread."""
@@ -57,10 +63,13 @@ class ShownProgress:
     def note(self, text: str) -> None:
         """Tell a line between the bars."""
         if self._is_terminal:
-            # By way of the bars: a line of the log would be written across them.
             self._bars.console.print(text, markup=False, highlight=False)
         else:
             log.info(text)
+
+    def _tell(self, line: str) -> None:
+        # By way of the bars, which draw themselves anew below it; a line stays one, however long it is.
+        self._bars.console.print(Text.from_ansi(line), soft_wrap=True)
 
     def _draw(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:

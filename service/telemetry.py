@@ -10,8 +10,9 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -50,7 +51,7 @@ def configure_logging(level: str, log_format: str) -> None:
         if is_json
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=before,
@@ -62,6 +63,37 @@ def configure_logging(level: str, log_format: str) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("headrace").setLevel(level.upper())
     logging.captureWarnings(capture=True)
+
+
+@contextmanager
+def lines_through(write: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, give log lines to `write`: who draws on the terminal puts them where nothing stands.
+
+    Args:
+        write: takes a line without its end, from any thread.
+    """
+    _writers.append(write)
+    try:
+        yield
+    finally:
+        _writers.remove(write)
+
+
+_writers: list[Callable[[str], None]] = []
+"""Who has taken over the terminal, the latest last."""
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """Writes to its stream, or through whoever draws there now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _writers:
+            super().emit(record)
+            return
+        try:
+            _writers[-1](self.format(record))
+        except Exception:
+            self.handleError(record)
 
 
 class RarelyLogged:

@@ -1,13 +1,29 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from headrace.service.progress import ShownProgress
+from headrace.service.telemetry import configure_logging, log
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.getLogger("headrace").setLevel(logging.NOTSET)
+    logging.captureWarnings(capture=False)
+    structlog.reset_defaults()
 
 
 def test_without_a_terminal_a_stage_is_a_handful_of_lines() -> None:
@@ -65,3 +81,23 @@ def test_on_a_terminal_a_note_stands_among_the_bars_as_it_is(monkeypatch: pytest
         progress.note("loss [2.5] of 3")
     assert logs == []
     assert "loss [2.5] of 3\n" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_on_a_terminal_a_line_of_the_log_stands_whole_where_no_bar_does(
+    monkeypatch: pytest.MonkeyPatch, restored_logging: None, log_format: str
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    configure_logging("info", log_format)
+    with ShownProgress() as progress:
+        progress("reading weights", 1, 2)
+        logging.getLogger("headrace.engine").info("chosen %s", "x" * 300)
+        progress("reading weights", 2, 2)
+    log.info("afterwards")
+    # Each line, without its colours, as the terminal gets it: first what takes the cursor to a clean line.
+    written = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    (between,) = (line for line in written.splitlines() if "chosen" in line)
+    assert "chosen " + "x" * 300 in between
+    assert "reading weights" not in between.rpartition("\x1b[2K")[2]
+    assert "afterwards" in written.splitlines()[-1]
