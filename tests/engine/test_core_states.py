@@ -23,7 +23,7 @@ from headrace.engine import (
     TokenEvent,
 )
 from headrace.engine.core import EngineCore, RequestEvent
-from headrace.engine.scheduling.plan import RowResult, StepResult
+from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
 from headrace.engine.sequence import Request
 from tests.support.fake_runner import (
     EOS,
@@ -129,19 +129,32 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.take(self.core.expire())
-        plan = self.core.begin_step()
+        plan = self.begin_step()
         if plan is None:
-            assert not self.core.has_work
             return
         self.check_plan(plan)
         events, stats = self.core.finish_step(self.model.runner.execute(plan))
         assert stats.blocks == self.core.load.blocks
         self.take(events)
 
+    def begin_step(self) -> StepPlan | None:
+        """Plan a step, when it is due; None when there is nothing to do."""
+        plan = self.core.begin_step()
+        if plan is not None or not self.core.has_work:
+            assert self.core.due_s is None
+            return plan
+        assert self.config.scheduler.batching is BatchingPolicy.STATIC
+        assert self.core.due_s is not None
+        assert self.now_s < self.core.due_s <= self.now_s + self.config.scheduler.static_batch_wait_s
+        self.now_s = self.core.due_s
+        plan = self.core.begin_step()
+        assert plan is not None, "a batch that was due has not begun"
+        return plan
+
     @precondition(lambda self: self.core.has_work)
     @rule(which=st.integers(0, 3))
     def step_with_a_bad_row(self, which):
-        plan = self.core.begin_step()
+        plan = self.begin_step()
         assert plan is not None
         rows = list(self.model.runner.execute(plan).rows)
         rows[which % len(rows)] = RowResult(failure="non-finite logits")
