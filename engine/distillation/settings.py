@@ -38,8 +38,8 @@ class DistillationSettings:
     num_corpus_tokens: int = 400_000
     training_s: float = 1500.0
     max_sequence_len: int = 256
-    batch_tokens: int = 4096
-    learning_rate: float = 1e-3
+    batch_tokens: int = 512
+    learning_rate: float = 2e-3
     num_candidates: int = 8192
     seed: int = 0
 

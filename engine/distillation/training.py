@@ -27,7 +27,8 @@ from headrace.engine.models.loader import choose_dtype
 
 _WARM_UP_UPDATES = 50
 _SAVE_EVERY_S = 60.0
-_HIDDEN_WEIGHT = 1.0
+_HIDDEN_WEIGHT = 0.1
+_MEASURED_EXAMPLES = 256
 _JUDGED_EXAMPLES = 48
 _STAGE = "learning"
 
@@ -78,6 +79,10 @@ class Training:
         self._checkpoint = checkpoint
         self._candidates = examples.most_frequent(settings.num_candidates)
         self._rows = student.head_rows(self._candidates)
+        # Some of a hidden state's numbers are a hundred times as large as others: each is measured by its own
+        # usual size, or a few would be all that is learnt.
+        some = torch.cat([example.hidden for example in examples.learnt[:_MEASURED_EXAMPLES]]).float()
+        self._reach = some.square().mean(0).sqrt().clamp_min(1e-6)
         self._dtype = choose_dtype("auto", torch.device("cpu"))
         self._optimiser = torch.optim.AdamW(student.learning(), lr=settings.learning_rate, betas=(0.9, 0.98))
         self._num_updates, self._spent_s, self._epoch, self._place = 0, 0.0, 0, 0
@@ -168,7 +173,7 @@ class Training:
             with torch.no_grad():
                 wanted = self._student.logits(theirs, self._rows).softmax(-1)
             told = self._student.logits(ours, self._rows).log_softmax(-1)
-            likeness = F.smooth_l1_loss(ours.float(), theirs.float())
+            likeness = F.smooth_l1_loss(ours.float() / self._reach, theirs.float() / self._reach)
         loss = -(wanted * told).sum(-1).mean() + _HIDDEN_WEIGHT * likeness
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self._student.learning(), 1.0)
