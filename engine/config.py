@@ -253,7 +253,7 @@ class LatencyConfig:
         default: to requests of every priority that is not in `by_priority`.
         by_priority: to requests of a priority class; its targets stand in place of the default's.
         refuses_late: whether a request that can't have its first token in time is refused as overloaded
-            when it comes, rather than served late.
+            when it comes, rather than served late; an idle engine serves it all the same, and learns from it.
     """
 
     default: LatencyTargets = LatencyTargets()

@@ -156,7 +156,9 @@ class EngineCore:
             raise DeadlineExceeded("the deadline passed before the request was queued")
         max_len = len(request.prompt_token_ids) + max_tokens_for(request, self._info, self._layout)
         self._gate.check(request, max_len, len(self._scheduler.running))
-        self._budget.check(request, self._scheduler.waiting.num_in_time)
+        if self._live:
+            # Who has nothing to do refuses nobody: only what is served shows whether a forecast was right.
+            self._budget.check(request, self._scheduler.waiting.num_in_time)
         live = self._live[request.request_id] = LiveRequest(request)
         self._start_sequences(live, max_len, now_s)
         expires_s = live.open[0].sequence.expires_s

@@ -42,7 +42,7 @@ class LatencySettings(BaseSettings):
     refuse_late: bool = Field(
         False,
         description="whether a request whose first token can't come in time is refused, with a time to come "
-        "back, rather than served late",
+        "back, rather than served late; an idle server serves it all the same",
     )
 
     def latency_config(self) -> LatencyConfig:

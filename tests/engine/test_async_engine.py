@@ -14,6 +14,8 @@ from headrace.engine import (
     FinishEvent,
     FinishReason,
     InvalidRequest,
+    LatencyConfig,
+    LatencyTargets,
     Overloaded,
     RequestId,
     SamplingParams,
@@ -148,6 +150,20 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back():
         gate.opened.set()
         for stream in streams:
             assert (await collect(stream))[2].reason is FinishReason.LENGTH
+
+
+async def test_an_idle_engine_refuses_nobody_for_being_late_and_so_it_learns():
+    gate = Gate()
+    # Not to be kept by any machine.
+    latency = LatencyConfig(LatencyTargets(ttft_s=1e-4), refuses_late=True)
+    async with running_engine(before_step=gate, config=replace(make_config(), latency=latency)) as engine:
+        stream = engine.submit(make_request(max_tokens=2))
+        await gate.wait_entered()
+        with pytest.raises(Overloaded, match=r"0\.0001 s are promised"):
+            engine.submit(make_request())
+        gate.opened.set()
+        assert (await collect(stream))[2].reason is FinishReason.LENGTH
+        await assert_serves(engine)
 
 
 async def test_a_cancel_in_the_middle_of_a_step_waits_for_its_end():
