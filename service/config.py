@@ -198,6 +198,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
     def _suits_the_engine(self) -> Self:
         if self.kv_memory is not None and self.num_blocks is not None:
             raise ValueError("--kv-memory and --num-blocks are both given: they say the same, leave one out")
+        self.check_classes(self.max_priority)
         try:
             self.engine_config(Path(self.model))
         except ConfigError as error:

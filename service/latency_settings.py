@@ -45,6 +45,22 @@ class LatencySettings(BaseSettings):
         "back, rather than served late; an idle server serves it all the same",
     )
 
+    def check_classes(self, max_priority: int) -> None:
+        """Refuse targets that nobody could have.
+
+        Args:
+            max_priority: highest priority that a request may ask for.
+
+        Raises:
+            ValueError: there are some for a priority above it.
+        """
+        highest = max((*self.class_tpot_ms, *self.class_ttft_ms), default=max_priority)
+        if highest > max_priority:
+            raise ValueError(
+                f"targets are given for priority {highest}, which no request may ask for: raise "
+                f"--max-priority={max_priority}, or leave them out"
+            )
+
     def latency_config(self) -> LatencyConfig:
         """What the engine is told."""
         return LatencyConfig(

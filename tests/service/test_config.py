@@ -220,6 +220,9 @@ def test_an_operator_caps_priorities() -> None:
     assert (limits.min_priority, limits.max_priority) == (-100, 5)
     with pytest.raises(InvalidConfig, match="--max-priority"):
         load_config((*MODEL, "--max-priority", "101"))
+    load_config((*MODEL, "--max-priority", "5", "--class-tpot-ms", "5=20"))
+    with pytest.raises(InvalidConfig, match="for priority 6, which no request may ask for"):
+        load_config((*MODEL, "--max-priority", "5", "--class-tpot-ms", "6=20"))
 
 
 def test_the_engine_is_told_where_to_compute() -> None:
