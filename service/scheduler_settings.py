@@ -21,7 +21,8 @@ class SchedulerSettings(BaseSettings):
     static_batch_wait_s: float | None = Field(
         None,
         ge=0,
-        allow_inf_nan=False,
+        # The first request of all, at the start, waits as long.
+        le=60,
         description="with static batching, for how long the oldest request waits for others to fill up its "
         f"batch, seconds (default: {SchedulerConfig().static_batch_wait_s:g}); a full one begins at once",
     )
@@ -35,13 +36,14 @@ class SchedulerSettings(BaseSettings):
     )
     max_waiting_tokens: int = Field(
         2**21,
-        ge=1,
+        ge=64,
         description="most tokens, prompts and answers, that they may come to hold; more are refused",
     )
     max_num_skips: int = Field(64, ge=0, description="later requests that may pass one that does not fit yet")
     max_priority: int = Field(
         Limits().max_priority,
-        ge=Limits().min_priority,
+        # Who says nothing has priority 0.
+        ge=0,
         le=Limits().max_priority,
         description="highest priority that a request may ask for; one that asks for more is refused",
     )

@@ -129,7 +129,15 @@ def test_times_are_finite(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--max-message-size", "1"), ("--text-threads", "100000"), ("--priority-ageing-s", "1e-310")],
+    [
+        ("--max-message-size", "1"),
+        ("--text-threads", "100000"),
+        ("--priority-ageing-s", "1e-310"),
+        ("--max-priority", "-1"),
+        ("--max-waiting-tokens", "1"),
+        ("--static-batch-wait-s", "1e9"),
+        ("--static-batch-wait-s", "nan"),
+    ],
 )
 def test_a_value_that_no_server_could_work_with_is_refused(flag: str, value: str) -> None:
     with pytest.raises((InvalidConfig, ConfigError)) as refusal:
