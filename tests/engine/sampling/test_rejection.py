@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -44,6 +45,12 @@ CONTROLS: dict[str, SamplingParams] = {
         banned_token_ids=frozenset({2}),
     ),
 }
+
+
+@cache
+def many_rows(params: SamplingParams) -> list[SampledRow]:
+    """As many as there are draws, each with a seed of its own."""
+    return rows_for([params] * NUM_DRAWS)
 
 
 def rows_for(params: Sequence[SamplingParams]) -> list[SampledRow]:
@@ -110,7 +117,7 @@ def test_every_draft_is_judged_as_its_chance_says(pair: tuple[list[int], list[in
 def test_kept_and_replaced_drafts_together_are_the_target_s_draws(
     controls: SamplingParams, draft: Tensor
 ) -> None:
-    rows = rows_for([controls] * NUM_DRAWS)
+    rows = many_rows(controls)
 
     drafts, judged, target_probs, draft_probs = speculate(TARGET, draft, rows)
 
