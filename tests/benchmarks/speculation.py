@@ -1,13 +1,15 @@
 """What speculation gains: tokens per second with and without it, on a real model, in one run.
 
     .venv/bin/python -m tests.benchmarks.speculation --model DIR
-    .venv/bin/python -m tests.benchmarks.speculation --model DIR --draft-model DIR
+    .venv/bin/python -m tests.benchmarks.speculation --model DIR --draft-model DIR --draft-weight-dtype int8
+    .venv/bin/python -m tests.benchmarks.speculation --model DIR --what prose --tokens 32 --rounds 1
 
 Ten tasks that copy from their prompt (extract, rewrite, edit code), five that don't, each alone; then sixteen
 tasks of either kind at once. Every task is answered by two engines over the same weights, one of which
 speculates, in turns, so that what else the machine does falls on both. Tokens per second count the whole
-time of an answer, the reading of its prompt included; the ratio is the median over rounds. Greedy; prompts
-are computed anew each time.
+time of an answer, the reading of its prompt included; the ratio is the median over rounds. Beside it stands
+how often drafts were kept at each place of their step, counted over all rounds. Greedy; prompts are computed
+anew each time.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from headrace.engine import (
     SamplingParams,
     Speculation,
     SpeculationConfig,
+    SpeculationTotals,
     StopConditions,
     load_model,
 )
@@ -167,6 +170,7 @@ async def compare(
     """Print a line: all of `tasks`, one after the other, by either engine, again and again."""
     ratios, rates, lines = [], [], []
     num_drafts = num_accepted = num_equal = num_all = 0
+    before = engines[1].load().totals.speculation
     for number in range(options.rounds):
         order = (0, 1) if number % 2 else (1, 0)
         rounds: dict[int, list[Round]] = {0: [], 1: []}
@@ -194,8 +198,32 @@ async def compare(
         f"kept {num_accepted}/{num_drafts}  same answers {num_equal}/{num_all}",
         flush=True,
     )
+    print("    " + told(before, engines[1].load().totals.speculation), flush=True)
     if options.each:
         print("    each task: " + " ".join(lines), flush=True)
+
+
+def told(before: SpeculationTotals, after: SpeculationTotals) -> str:
+    """What became of the drafts between two moments."""
+
+    def since(name: str) -> list[int]:
+        counts: list[int] = list(getattr(after, name))
+        for place, count_before in enumerate(getattr(before, name)):
+            counts[place] -= count_before
+        return counts
+
+    num_steps = after.num_draws - before.num_draws
+    num_drafted = after.num_drafted_draws - before.num_drafted_draws
+    if not num_drafted:
+        return f"no drafts in {num_steps} target steps"
+    num_kept = after.num_accepted_tokens - before.num_accepted_tokens
+    places = zip(since("accepted_by_place"), since("drafted_by_place"), strict=False)
+    return (
+        f"drafts in {num_drafted} of {num_steps} target steps, mean accepted length "
+        f"{1 + num_kept / num_drafted:.2f}, tokens per target step "
+        f"{(after.num_output_tokens - before.num_output_tokens) / num_steps:.2f}, kept by place "
+        + " ".join(f"{kept / made:.2f}" for kept, made in places if made)
+    )
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -206,7 +234,11 @@ async def run(options: argparse.Namespace) -> None:
         cache=CacheConfig(block_size=4, num_blocks=8192),
         num_threads=options.threads,
         speculation=SpeculationConfig(
-            kind, options.draft_model, options.num_speculative_tokens, options.max_speculative_tokens
+            kind,
+            options.draft_model,
+            options.num_speculative_tokens,
+            options.max_speculative_tokens,
+            draft_weight_dtype=options.draft_weight_dtype,
         ),
     )
     model = load_model(config)
@@ -230,15 +262,6 @@ async def run(options: argparse.Namespace) -> None:
             await compare("prose, 16 at once", engines, [crowd], options)
             crowd = (copying * 2)[:16]
             await compare("copying, 16 at once", engines, [crowd], options)
-        totals = with_drafts.load().totals.speculation
-        print(
-            f"mean accepted length {totals.mean_accepted_length:.2f}, "
-            f"tokens per target step {totals.tokens_per_target_step:.2f}, kept by place "
-            + " ".join(
-                f"{kept / made:.2f}"
-                for kept, made in zip(totals.accepted_by_place, totals.drafted_by_place, strict=False)
-            )
-        )
 
 
 def main() -> None:
@@ -246,6 +269,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
     parser.add_argument("--draft-model", type=Path, default=None, help="unset: prompt lookup")
+    parser.add_argument(
+        "--draft-weight-dtype", default="same", choices=("same", "int8", "int4"), help="as of headrace serve"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
