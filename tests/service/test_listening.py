@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 
@@ -49,36 +51,49 @@ async def until_refused(port: int) -> None:
         writer.close()
 
 
+@asynccontextmanager
+async def looked_after(listener: Listener) -> AsyncIterator[None]:
+    """A port that is watched within the block, and closed after it, however the block ends."""
+    await listener.start()
+    watching = asyncio.create_task(listener.watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await listener.stop(1.0)
+
+
 async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> None:
     limits, serving, health, gate = Limits(), Serving(), await Health.start(), Gate()
-    faults: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
     listener = Listener(
         lambda: make_public_server(serving, health, limits, has_reflection=False),
         Endpoint("127.0.0.1", 0),
         "--port",
         stream_grace_s=30.0,
     )
-    await listener.start()
-    watching = asyncio.create_task(listener.watch())
     port = listener.endpoint.port
-    async with AsyncEngine(make_fake_model(before_step=gate), make_config()) as engine:
+    async with (
+        looked_after(listener),
+        AsyncEngine(make_fake_model(before_step=gate), make_config()) as engine,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
         serving.open(ServedModel("fake", engine, TextWorkers(1, limits), limits))
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = GenerationServiceStub(channel)
-            running = stub.Generate(GenerateRequest(start=make_start("before", max_tokens=8)))
-            await until(lambda: gate.num_steps > 0)
-            await asyncio.to_thread(send_path, port, b"/\xff")
-            await until_refused(port)
-            own = [("grpc.use_local_subchannel_pool", 1)]
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as fresh:
-                gate.open()
-                answer = await GenerationServiceStub(fresh).GenerateOnce(
-                    GenerateOnceRequest(start=make_start("after", max_tokens=4)),
-                    wait_for_ready=True,
-                    timeout=60,
-                )
-            assert list(answer.completions[0].token_ids) == expected_output(PROMPT, 4)
-            assert ids_of([response.event async for response in running]) == expected_output(PROMPT, 8)
-    watching.cancel()
-    await listener.stop(1.0)
+        running = GenerationServiceStub(channel).Generate(
+            GenerateRequest(start=make_start("before", max_tokens=8)), wait_for_ready=True
+        )
+        # Told as what it is, should it fail: nobody else would wait for an end.
+        await until(lambda: gate.num_steps > 0 or running.done())
+        assert not running.done(), await running.details()
+        await asyncio.to_thread(send_path, port, b"/\xff")
+        await until_refused(port)
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as fresh:
+            gate.open()
+            answer = await GenerationServiceStub(fresh).GenerateOnce(
+                GenerateOnceRequest(start=make_start("after", max_tokens=4)),
+                wait_for_ready=True,
+                timeout=60,
+            )
+        assert list(answer.completions[0].token_ids) == expected_output(PROMPT, 4)
+        assert ids_of([response.event async for response in running]) == expected_output(PROMPT, 8)
