@@ -5,22 +5,24 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.request import urlopen
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.engine import BlockCounts, LoadedModel, RowStats, StepStats
+from headrace.engine import BlockCounts, LoadedModel, RowStats, Speculation, StepStats
 from headrace.engine.config import EngineConfig
+from headrace.engine.runner.protocol import Runner
+from headrace.engine.scheduling.plan import StepPlan, StepResult
 from headrace.service.edge import Edge
 from headrace.service.metrics import Metrics, follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
-from tests.support.fake_runner import make_fake_model
+from tests.support.fake_runner import half_right_draft, make_fake_model
 from tests.support.repository import ROOT
-from tests.support.requests import make_config
+from tests.support.requests import make_config, speculating
 from tests.support.service import (
     LOOPBACK,
     Gate,
@@ -158,6 +160,42 @@ async def test_hits_are_what_came_from_the_cache_and_no_recomputing() -> None:
     assert samples["headrace_prefix_cache_queries_total", ()] == 48
     assert samples["headrace_prefix_cache_hits_total", ()] == 20
     assert samples["headrace_request_success_total", (("finished_reason", "length"),)] == 4
+
+
+@dataclass
+class FailingDrafts:
+    """A runner whose draft model fails in every other step with drafts; the rows come without them."""
+
+    runner: Runner
+    num_failures: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        is_drafted = any(row.draft is not None and row.draft.num_drafts for row in plan.rows)
+        if not is_drafted or plan.step % 2:
+            return self.runner.execute(plan)
+        self.num_failures += 1
+        rows = tuple(row._replace(draft=None) for row in plan.rows)
+        result = self.runner.execute(replace(plan, rows=rows))
+        return StepResult(tuple(replace(row, is_draft_failed=True) for row in result.rows))
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+async def test_drafts_are_counted_and_so_are_failures_of_the_draft_model() -> None:
+    model = make_fake_model(draft=half_right_draft)
+    runner = FailingDrafts(model.runner)
+    config = make_config(speculation=speculating(Speculation.DRAFT_MODEL, 3))
+    async with scraped(replace(model, runner=runner), config) as metrics:
+        events = await generate(metrics.service, make_start(max_tokens=40))
+        await metrics.service.engine.wait_idle()
+        samples = await metrics.samples()
+    usage = events[-1].finished.usage
+    told = {name: value for (name, _), value in samples.items() if "spec_decode" in name}
+    assert usage.draft_tokens_accepted > 0
+    assert told["headrace_spec_decode_num_draft_tokens_total"] == usage.draft_tokens_proposed
+    assert told["headrace_spec_decode_num_accepted_tokens_total"] == usage.draft_tokens_accepted
+    assert told["headrace_spec_decode_num_draft_failures_total"] == runner.num_failures > 1
 
 
 async def test_labels_do_not_grow_with_what_callers_send() -> None:
