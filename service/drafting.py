@@ -15,6 +15,8 @@ from headrace.service.progress import ShownProgress
 from headrace.service.telemetry import configure_logging, log
 
 _EXIT_INTERRUPTED = 130
+_USUAL = DistillationSettings(target=Path(), output=Path())
+"""Where the defaults are."""
 
 
 class _Misuse(Exception):
@@ -72,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="the target, as for `headrace serve --model`")
     parser.add_argument("--out", type=Path, required=True, help="folder for the draft model")
     parser.add_argument(
-        "--layers", type=int, default=2, help="of the target's first layers (default: %(default)s)"
+        "--layers",
+        type=int,
+        default=_USUAL.num_layers,
+        help="of the target's first layers (default: %(default)s)",
     )
     parser.add_argument(
         "--text",
@@ -84,22 +89,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--corpus-tokens",
         type=int,
-        default=400_000,
+        default=_USUAL.num_corpus_tokens,
         help="how much text it learns from (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        default=25.0,
+        default=_USUAL.training_s / 60,
         help="how long it learns, text not counted (default: %(default)s)",
     )
     parser.add_argument(
         "--learning-rate",
         type=float,
-        default=1e-3,
+        default=_USUAL.learning_rate,
         help="greatest one, less if it goes astray (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=_USUAL.seed, help="of all that is drawn (default: %(default)s)"
+    )
     parser.add_argument(
         "--cache",
         type=Path,
