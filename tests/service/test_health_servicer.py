@@ -56,26 +56,28 @@ async def test_a_watcher_who_takes_nothing_holds_up_nobody() -> None:
     servicer.set(("", "liveness"), "SERVING")
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    _, deaf = await asyncio.open_connection("127.0.0.1", port)
-    deaf.write(watch_without_a_window())
-    await until(lambda: servicer.num_watchers == 1)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub: health_pb2_grpc.HealthStub = health_pb2_grpc.HealthStub(channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
-        assert (await watch.read()).status == SERVING
-        for status in (NOT_SERVING, SERVING, NOT_SERVING):
-            servicer.set([""], health_pb2.HealthCheckResponse.ServingStatus.Name(status))
-            assert (await watch.read()).status == status
-            checked = await stub.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
-            assert checked.status == status
-        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="later"))  # type: ignore[attr-defined]
-        assert (await unknown.read()).status == UNKNOWN
-        servicer.set(["later"], "SERVING")
-        assert (await unknown.read()).status == SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))  # type: ignore[attr-defined]
-        assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
-        watch.cancel()
-        unknown.cancel()
-    deaf.close()
-    await server.stop(None)
+    try:
+        _, deaf = await asyncio.open_connection("127.0.0.1", port)
+        deaf.write(watch_without_a_window())
+        await until(lambda: servicer.num_watchers == 1)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: health_pb2_grpc.HealthStub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+            assert (await watch.read()).status == SERVING
+            for status in (NOT_SERVING, SERVING, NOT_SERVING):
+                servicer.set([""], health_pb2.HealthCheckResponse.ServingStatus.Name(status))
+                assert (await watch.read()).status == status
+                checked = await stub.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+                assert checked.status == status
+            unknown = stub.Watch(health_pb2.HealthCheckRequest(service="later"))  # type: ignore[attr-defined]
+            assert (await unknown.read()).status == UNKNOWN
+            servicer.set(["later"], "SERVING")
+            assert (await unknown.read()).status == SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))  # type: ignore[attr-defined]
+            assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
+            watch.cancel()
+            unknown.cancel()
+        deaf.close()
+    finally:
+        await server.stop(None)

@@ -61,9 +61,11 @@ async def guarded(handlers: Handlers, slow_reader_s: float = 60.0) -> AsyncItera
     add_ControlServiceServicer_to_server(handlers, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield ControlServiceStub(channel)
-    await server.stop(None)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield ControlServiceStub(channel)
+    finally:
+        await server.stop(None)
 
 
 async def test_a_fault_is_internal_and_tells_nobody_what_it_quotes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -223,8 +225,10 @@ async def test_an_unknown_method_is_unimplemented() -> None:
     server = grpc.aio.server(interceptors=[Guard(1.0)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await ControlServiceStub(channel).GetLoad(GetLoadRequest())
-    await server.stop(None)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await ControlServiceStub(channel).GetLoad(GetLoadRequest())
+    finally:
+        await server.stop(None)
     assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED

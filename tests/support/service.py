@@ -123,28 +123,31 @@ async def running_service(
     await public.start()
     await control.start()
     texts = TextWorkers(2, limits)
-    async with AsyncEngine(model or make_fake_model(), config or make_config()) as engine:
-        if opens:
-            serving.open(ServedModel("fake", engine, texts, limits))
-            await health.ready()
-        async with (
-            grpc.aio.insecure_channel(address) as channel,
-            grpc.aio.insecure_channel(control_address) as control_channel,
-        ):
-            yield RunningService(
-                engine=engine,
-                serving=serving,
-                health=health,
-                address=address,
-                control_address=control_address,
-                generation=GenerationServiceStub(channel),
-                model=ModelServiceStub(channel),
-                control=ControlServiceStub(control_channel),
-                health_stub=health_pb2_grpc.HealthStub(channel),
-            )
-    await public.stop(None)
-    await control.stop(None)
-    texts.close()
+    try:
+        async with AsyncEngine(model or make_fake_model(), config or make_config()) as engine:
+            if opens:
+                serving.open(ServedModel("fake", engine, texts, limits))
+                await health.ready()
+            async with (
+                grpc.aio.insecure_channel(address) as channel,
+                grpc.aio.insecure_channel(control_address) as control_channel,
+            ):
+                yield RunningService(
+                    engine=engine,
+                    serving=serving,
+                    health=health,
+                    address=address,
+                    control_address=control_address,
+                    generation=GenerationServiceStub(channel),
+                    model=ModelServiceStub(channel),
+                    control=ControlServiceStub(control_channel),
+                    health_stub=health_pb2_grpc.HealthStub(channel),
+                )
+    finally:
+        # However the block ended: what is left of a server that was not stopped holds up the tests after it.
+        await public.stop(None)
+        await control.stop(None)
+        texts.close()
 
 
 def make_start(
