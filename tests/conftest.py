@@ -10,6 +10,9 @@ import pytest
 # Before torch is imported, for this process and its children: tiny products gain nothing from more threads,
 # and on a busy machine each would wait for it at a barrier, milliseconds at a time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The reference library reads tiny models as well without a pool of threads for each, which nobody waits for:
+# a machine that is short of threads would fail here.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 # A slow machine is no failure; the global timeout catches what hangs.
 hypothesis.settings.register_profile(
