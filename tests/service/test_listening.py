@@ -42,11 +42,14 @@ def send_path(port: int, path: bytes) -> None:
 
 
 async def until_refused(port: int) -> None:
-    """Connect again and again until nobody listens: a connection made before that is the fallen server's."""
+    """Connect again and again until nobody listens: a connection made before that is the fallen server's.
+
+    One that the system had taken for the server when it closed its port is reset, not refused.
+    """
     while True:
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):
             return
         writer.close()
 

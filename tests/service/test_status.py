@@ -8,6 +8,7 @@ from grpc_status import rpc_status
 from headrace.engine import (
     ConfigError,
     DeadlineExceeded,
+    DraftingFailed,
     Draining,
     DuplicateRequest,
     EngineDead,
@@ -41,6 +42,7 @@ CODES = {
     RequestFailed("nan"): grpc.StatusCode.INTERNAL,
     ConfigError("no caller's business"): grpc.StatusCode.INTERNAL,
     ModelLoadError("no caller's business"): grpc.StatusCode.INTERNAL,
+    DraftingFailed("no caller's business"): grpc.StatusCode.INTERNAL,
     MemoryError("out of memory"): grpc.StatusCode.INTERNAL,
 }
 
