@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from headrace.service.auth import Admittance, Authenticator
 from headrace.service.edge import Edge
 from headrace.service.identity import Caller, acting_for
-from headrace.service.interceptors import Context, Handler
+from headrace.service.interceptors import Context, Handler, behaviour_of, handler_like
 from headrace.service.status import RpcFailure
 from headrace.service.telemetry import RarelyLogged
 
@@ -75,17 +75,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
             return entered
 
-        coders: dict[str, Any] = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(wrapped(handler.unary_unary), **coders)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(wrapped(handler.unary_stream), **coders)
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(wrapped(handler.stream_stream), **coders)
-        raise AssertionError(f"{method}: no method of ours takes a stream and gives one message")
+        return handler_like(handler, wrapped(behaviour_of(handler)), handler.request_deserializer)
 
     def _refusing(self, failure: RpcFailure, method: str) -> Handler:
         """Fits every kind of RPC; the messages stay the bytes that they came as."""

@@ -28,6 +28,29 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+def behaviour_of(handler: Handler) -> Callable[..., Any]:
+    """What answers a handler's calls."""
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
+    if behaviour is None:
+        raise AssertionError("no method of ours takes a stream and gives one message")
+    return behaviour
+
+
+def handler_like(
+    handler: Handler, respond: Callable[..., Any], request_deserializer: Callable[[bytes], Any] | None
+) -> Handler:
+    """A handler of the same kind, answered by another function."""
+    coders: dict[str, Any] = {
+        "request_deserializer": request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
+    if handler.unary_unary:
+        return grpc.unary_unary_rpc_method_handler(respond, **coders)
+    if handler.unary_stream:
+        return grpc.unary_stream_rpc_method_handler(respond, **coders)
+    return grpc.stream_stream_rpc_method_handler(respond, **coders)
+
+
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps each handler of `headrace.v1` so that
 
@@ -61,21 +84,12 @@ class Guard(grpc.aio.ServerInterceptor):
         # Unknown methods have no handler; other services mind themselves.
         if handler is None or not method.startswith(_OURS):
             return handler
-        coders: dict[str, Any] = {
-            "request_deserializer": _tolerant(handler.request_deserializer),
-            "response_serializer": handler.response_serializer,
-        }
+        respond = behaviour_of(handler)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **coders)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                self._stream(method, handler.unary_stream, is_unary=True), **coders
-            )
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                self._stream(method, handler.stream_stream, is_unary=False), **coders
-            )
-        raise AssertionError(f"{method}: no headrace.v1 method takes a stream and gives one message")
+            guarded = self._unary(method, respond)
+        else:
+            guarded = self._stream(method, respond, is_unary=not handler.request_streaming)
+        return handler_like(handler, guarded, _tolerant(handler.request_deserializer))
 
     def _unary(self, method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
         async def guarded(request: Message | None, context: Context) -> Message:

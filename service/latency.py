@@ -15,13 +15,12 @@ from headrace.engine import (
     LatencyStatus,
     LatencyTargets,
 )
+from headrace.service.convert import seconds
 from headrace.service.limits import Limits
 from headrace.service.status import duration
 from headrace.service.unsupported import unknown_fields
 from headrace.service.violations import duration_violations
 from headrace.v1 import control_pb2
-
-_NANOS = 1_000_000_000
 
 
 def targets_from_proto(
@@ -43,8 +42,8 @@ def targets_from_proto(
     if violations:
         raise InvalidRequest(*violations)
     targets = LatencyTargets(
-        _seconds(request.time_per_output_token) if request.HasField("time_per_output_token") else None,
-        _seconds(request.time_to_first_token) if request.HasField("time_to_first_token") else None,
+        seconds(request.time_per_output_token) if request.HasField("time_per_output_token") else None,
+        seconds(request.time_to_first_token) if request.HasField("time_to_first_token") else None,
     )
     return targets, request.priority if request.HasField("priority") else None
 
@@ -78,17 +77,13 @@ def _target_violations(name: str, span: Duration) -> Iterator[FieldViolation]:
     wrong = [*duration_violations(name, span)]
     if wrong:
         yield from wrong
-    elif not MIN_LATENCY_TARGET_S <= _seconds(span) <= MAX_LATENCY_TARGET_S:
+    elif not MIN_LATENCY_TARGET_S <= seconds(span) <= MAX_LATENCY_TARGET_S:
         yield FieldViolation(
             name,
-            f"must be from {MIN_LATENCY_TARGET_S:g} to {MAX_LATENCY_TARGET_S:g} s, got {_seconds(span):g} s; "
+            f"must be from {MIN_LATENCY_TARGET_S:g} to {MAX_LATENCY_TARGET_S:g} s, got {seconds(span):g} s; "
             "leave it out for no target",
         )
 
 
-def _seconds(span: Duration) -> float:
-    return span.seconds + span.nanos / _NANOS
-
-
-def _duration(seconds: float | None) -> Duration | None:
-    return None if seconds is None else duration(seconds)
+def _duration(span_s: float | None) -> Duration | None:
+    return None if span_s is None else duration(span_s)
