@@ -3,8 +3,7 @@
 //
 // Packed: panels of 32 outputs; in a panel, for each unit of the input (a number, or for the bf16 dot product a pair),
 // that unit of all 32 outputs.
-#include "attention.h"
-#include "attention_math.h"
+#include "rows.h"
 #include "variant.h"
 
 namespace {
@@ -13,7 +12,6 @@ using headrace::LinearCall;
 using headrace::kPanel;
 
 constexpr int kMaxRows = 12;  // 12 rows x 2 vectors of sums fill the registers
-constexpr int kVectors = kPanel / kLanes;
 
 struct Fp32Linear {
   typedef float Stored;
@@ -65,32 +63,11 @@ void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel
   const int64_t num_units = Math::num_units(call.width);
   const int64_t column = panel * kPanel;
   const char* in = static_cast<const char*>(call.in) + row * call.in_stride * int64_t(sizeof(Stored));
-  // Where the results go may have left the caches since it was last written.
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    prefetch_write(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + column);
-    if (call.residual)
-      prefetch(reinterpret_cast<const char*>(static_cast<const Stored*>(call.residual) +
-                                             (row + r) * call.residual_stride + column));
-  }
+  prefetch_rows<Stored, Out, R>(call, row, column);
   F16 sums[R][kVectors];
   panel_sums<Math, R>(in, call.in_stride * int64_t(sizeof(Stored)), call.weights + panel * kPanel * num_units,
                       num_units, next, sums);
-  HEADRACE_UNROLL
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t first = column + v * kLanes;
-    const int count = int(call.num_outputs - first < kLanes ? call.num_outputs - first : kLanes);
-    if (count <= 0) break;
-    const F16 bias = call.bias ? load_first(static_cast<const Stored*>(call.bias) + first, count) : splat(0.f);
-    HEADRACE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      F16 sum = call.bias ? add(sums[r][v], bias) : sums[r][v];
-      if (call.residual)
-        sum = add(sum, load_first(static_cast<const Stored*>(call.residual) + (row + r) * call.residual_stride + first,
-                                  count));
-      store_first(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + first, sum, count);
-    }
-  }
+  store_rows<Stored, Out, R>(call, row, column, sums);
 }
 
 template <typename Math, typename Out>

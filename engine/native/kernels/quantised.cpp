@@ -6,8 +6,7 @@
 // of all 32 outputs in fp16, then the weights. Of eight bits: for each four inputs, all 32 outputs. Of four bits: for each
 // half of the outputs and each four inputs of the group's first half, these in the low and those 16 inputs on in the
 // high bits of a byte.
-#include "attention.h"
-#include "attention_math.h"
+#include "rows.h"
 #include "variant.h"
 
 namespace {
@@ -25,7 +24,6 @@ constexpr int kMaxRows = 6;  // 6 rows x 2 vectors, of whole and of real sums, f
 constexpr int kMaxRows = 1;  // without the instruction nothing is gained by more
 #define UNROLL_HERE
 #endif
-constexpr int kVectors = kPanel / kLanes;
 constexpr int kUnits = kGroup / 4;
 constexpr int kLineBytes = 64;
 
@@ -176,13 +174,7 @@ void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel
   constexpr int64_t kBytes = group_bytes(Kind);
   const QuantisedRows& rows = call.quantised;
   const int64_t num_groups = rows.num_groups, column = panel * kPanel;
-  UNROLL_HERE
-  for (int r = 0; r < R; ++r) {
-    prefetch_write(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + column);
-    if (call.residual)
-      prefetch(reinterpret_cast<const char*>(static_cast<const Stored*>(call.residual) +
-                                             (row + r) * call.residual_stride + column));
-  }
+  prefetch_rows<Stored, Out, R>(call, row, column);
   F16 sums[R][kVectors];
   UNROLL_HERE
   for (int r = 0; r < R; ++r)
@@ -197,21 +189,7 @@ void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel
                        num_groups * kGroup, rows.scales + row * num_groups + group,
                        rows.totals + row * num_groups + group, num_groups, sums);
   }
-  UNROLL_HERE
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t first = column + v * kLanes;
-    const int count = int(call.num_outputs - first < kLanes ? call.num_outputs - first : kLanes);
-    if (count <= 0) break;
-    const F16 bias = call.bias ? load_first(static_cast<const Stored*>(call.bias) + first, count) : splat(0.f);
-    UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      F16 sum = call.bias ? add(sums[r][v], bias) : sums[r][v];
-      if (call.residual)
-        sum = add(sum, load_first(static_cast<const Stored*>(call.residual) + (row + r) * call.residual_stride + first,
-                                  count));
-      store_first(static_cast<Out*>(call.out) + (row + r) * call.num_outputs + first, sum, count);
-    }
-  }
+  store_rows<Stored, Out, R>(call, row, column, sums);
 }
 
 template <WeightKind Kind, typename Stored, typename Out>
