@@ -11,8 +11,6 @@ else long prefills would drown short decodes.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
 from dataclasses import dataclass
 
 from headrace.engine.scheduling.plan import StepPlan
@@ -35,10 +33,7 @@ _LEAST_S = 1e-9
 _SPREAD_GAIN = 0.02
 _PACE_GAIN = 0.1
 _SWEEPS = 2
-_NUM_RATIOS = 256
 _NUM_PRICES = 5
-_UNSEEN_FACTOR = 1.2
-"""By how much a step is expected to exceed its time at worst, before twenty of its kind have been seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +141,6 @@ class StepCostModel:
         self._spread = 0.1
         self._streak = 0
         self._num_observed = 0
-        self._ratios = {False: _Ratios(), True: _Ratios()}
         self._set_prior(1.0)
 
     @property
@@ -172,14 +166,6 @@ class StepCostModel:
         """
         return self.predict(StepShape(num_decode_tokens=num_tokens, num_context_tokens=num_context_tokens))
 
-    def predict_p95(self, shape: StepShape) -> float:
-        """What 95 in 100 steps of this shape don't exceed, as the last ones of its kind went, seconds."""
-        return self.predict(shape) * self.p95_factor(has_prefill=shape.num_prefill_tokens > 0)
-
-    def p95_factor(self, *, has_prefill: bool) -> float:
-        """How many times the expected time the slowest of twenty steps takes; 1 at least."""
-        return max(1.0, self._ratios[has_prefill].p95)
-
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step that has run. One that is said to have taken no time teaches nothing."""
         if not (math.isfinite(seconds) and seconds > 0):
@@ -190,7 +176,6 @@ class StepCostModel:
             expected_s = seconds
         ratio = seconds / expected_s
         if self._num_observed >= _NUM_FIRST_STEPS:
-            self._ratios[shape.num_prefill_tokens > 0].add(ratio / self._pace)
             ratio = self._pace * math.exp(self._bounded(math.log(ratio / self._pace)))
         self._num_observed += 1
         self._learn(shape, expected_s * ratio)
@@ -257,24 +242,3 @@ class StepCostModel:
                 step, prefill, decode, context, pair = prices
                 gap = right[i] - (a * step + b * prefill + c * decode + d * context + e * pair)
                 prices[i] = max(0.0, prices[i] + gap / row[i])
-
-
-class _Ratios:
-    """The last measured times over the expected ones, in two orders: of time and of size."""
-
-    def __init__(self) -> None:
-        self._in_time: deque[float] = deque()
-        self._in_size: list[float] = []
-
-    def add(self, ratio: float) -> None:
-        if len(self._in_time) == _NUM_RATIOS:
-            del self._in_size[bisect_left(self._in_size, self._in_time.popleft())]
-        self._in_time.append(ratio)
-        insort(self._in_size, ratio)
-
-    @property
-    def p95(self) -> float:
-        """Nearest rank; before there are twenty, more than anything seen is not ruled out."""
-        if len(self._in_size) < 20:
-            return max(_UNSEEN_FACTOR, *self._in_size) if self._in_size else _UNSEEN_FACTOR
-        return self._in_size[math.ceil(0.95 * len(self._in_size)) - 1]

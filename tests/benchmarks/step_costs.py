@@ -97,14 +97,12 @@ def judge(steps: Sequence[tuple[StepShape, float]]) -> Iterator[str]:
     """Predict each step, then learn from it."""
     model = StepCostModel()
     errors: dict[bool, list[float]] = {False: [], True: []}
-    num_over = {False: 0, True: 0}
     restless: list[float] = []
     before: tuple[StepShape, float] | None = None
     for number, (shape, seconds) in enumerate(steps):
         has_prefill = shape.num_prefill_tokens > 0
         if number >= NUM_FIRST:
             errors[has_prefill].append(model.predict(shape) / seconds - 1)
-            num_over[has_prefill] += seconds > model.predict_p95(shape)
         model.observe(shape, seconds)
         if before is not None and not has_prefill and _kind(before[0]) == _kind(shape):
             restless.append(before[1] / seconds - 1)
@@ -112,8 +110,7 @@ def judge(steps: Sequence[tuple[StepShape, float]]) -> Iterator[str]:
     yield spread("decode step from the one before", restless)
     for has_prefill, name in ((False, "decode steps, predicted"), (True, "steps with prompts, predicted")):
         if errors[has_prefill]:
-            over = num_over[has_prefill] / len(errors[has_prefill])
-            yield f"{spread(name, errors[has_prefill])}  above p95 {over:.1%}"
+            yield spread(name, errors[has_prefill])
     yield f"prices: {model.prices}"
 
 
