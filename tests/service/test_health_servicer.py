@@ -9,34 +9,22 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.service.health_servicer import HealthServicer
+from tests.support import http2
 from tests.support.service import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2."""
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 def watch_without_a_window() -> bytes:
     """A watcher whose flow control lets no byte of an answer through."""
-    no_window = frame(4, 0, 0, b"\x00\x04" + bytes(4))
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/grpc.health.v1.Health/Watch",
-        ":authority": "x",
-    }
-    fields |= {"content-type": "application/grpc", "te": "trailers"}
-    block = b"".join(
-        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in fields.items()
+    return (
+        http2.PREFACE
+        + http2.settings(initial_window_size=0)
+        + http2.call_headers(1, b"/grpc.health.v1.Health/Watch")
+        + http2.message(1, b"")
     )
-    return PREFACE + no_window + frame(1, 4, 1, block) + frame(0, 1, 1, bytes(5))
 
 
 class CountedServicer(HealthServicer):

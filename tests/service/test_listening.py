@@ -16,27 +16,16 @@ from headrace.service.serving import ServedModel, Serving
 from headrace.service.text import TextWorkers
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.support import http2
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import PROMPT, Gate, ids_of, make_start, until
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-
-
-def literal(name: bytes, value: bytes) -> bytes:
-    """A header field of HPACK, neither indexed nor compressed."""
-    return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
-
 
 def send_path(port: int, path: bytes) -> None:
     """Open a stream whose request path is these bytes."""
-    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"}
-    fields |= {b"content-type": b"application/grpc", b"te": b"trailers"}
-    block = b"".join(literal(name, value) for name, value in fields.items())
-    headers = len(block).to_bytes(3, "big") + b"\x01\x05\x00\x00\x00\x01" + block
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(PREFACE + SETTINGS + headers)
+        connection.sendall(http2.opening() + http2.call_headers(1, path))
         connection.settimeout(5)
         connection.recv(1)
 
