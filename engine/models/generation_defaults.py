@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from headrace.engine.config import SamplingDefaults
@@ -92,6 +93,18 @@ def suggested_sampling(folder: Path) -> SamplingDefaults:
             "%s suggests %s: whether requests that leave these open get them is a setting", path, suggested
         )
     return suggested
+
+
+def write_generation_config(folder: Path, ends: Mapping[str, object], sampling: SamplingDefaults) -> None:
+    """Write the file that `declared_eos_token_ids` and `suggested_sampling` read.
+
+    Args:
+        ends: bos_token_id and eos_token_id, as far as they are known.
+        sampling: what to suggest; neutral controls are left out.
+    """
+    neutral = asdict(SamplingDefaults())
+    suggested = {name: value for name, value in asdict(sampling).items() if value != neutral[name]}
+    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps({**ends, **suggested}, indent=2))
 
 
 def _control(file: JsonFields, name: str, neutral: float) -> float:

