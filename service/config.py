@@ -97,9 +97,16 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
     cache: Path = Field(default_factory=default_cache_dir, description="folder for fetched models")
 
     ready_file: Path | None = Field(
-        None, description="file that gets the ports and the process id, as JSON, once they are bound"
+        None,
+        description="file that is there while requests are welcome: ports and process id, as JSON; removed "
+        "when the server drains",
     )
     reflection: bool = Field(True, description="whether gRPC reflection is offered")
+    channelz: bool = Field(
+        False,
+        description="whether the operator's port tells of gRPC's connections and their counts "
+        "(grpc.channelz.v1)",
+    )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="compute and KV type"

@@ -7,6 +7,8 @@ first moment on, while the model loads too, and NOT_SERVING once the engine is d
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from headrace.engine import AsyncEngine
 from headrace.service.health_servicer import HealthServicer
@@ -23,6 +25,7 @@ class Health:
         self.servicer = HealthServicer()
         self._is_ready = False
         self._is_leaving = False
+        self._followers: list[Callable[[bool], None]] = []
 
     @classmethod
     async def start(cls) -> Health:
@@ -31,6 +34,15 @@ class Health:
         await health._tell(READINESS, is_serving=False)
         await health._tell((LIVENESS,), is_serving=True)
         return health
+
+    @contextmanager
+    def followed(self, follower: Callable[[bool], None]) -> Iterator[None]:
+        """Within the block `follower` is called each time that readiness is told, with what is told."""
+        self._followers.append(follower)
+        try:
+            yield
+        finally:
+            self._followers.remove(follower)
 
     async def ready(self) -> None:
         """A generation has passed: requests are welcome."""
@@ -73,3 +85,6 @@ class Health:
 
     async def _tell(self, services: tuple[str, ...], *, is_serving: bool) -> None:
         self.servicer.set(services, "SERVING" if is_serving else "NOT_SERVING")
+        if "" in services:
+            for follower in self._followers:
+                follower(is_serving)

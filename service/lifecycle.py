@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 import time
@@ -35,6 +34,7 @@ from headrace.service.listening import Listener
 from headrace.service.metrics import follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.service.progress import ShownProgress
+from headrace.service.ready_file import ready_file
 from headrace.service.server import Endpoint, Entrance, make_control_server, make_public_server
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.signals import StopSignals
@@ -95,7 +95,7 @@ class _Service:
 
     async def run(self, source: ModelSource) -> int:
         """Ports first, then the model, then requests."""
-        async with _listening(self._config, self._serving, self._health, self._drainer):
+        async with _listening(self._config, self._serving, self._health, self._drainer) as endpoint:
             loading = asyncio.create_task(_in_thread(lambda: _load(self._config, source)))
             try:
                 if not await self._is_done_before_a_signal(loading):
@@ -108,9 +108,9 @@ class _Service:
                 model = replace(model, info=replace(model.info, sampling_defaults=SamplingDefaults()))
             # The engine goes down before the servers do, so that what it ends is still told.
             async with AsyncEngine(model, self._config.engine_config(Path(self._config.model))) as engine:
-                return await self._run_engine(engine)
+                return await self._run_engine(engine, endpoint)
 
-    async def _run_engine(self, engine: AsyncEngine) -> int:
+    async def _run_engine(self, engine: AsyncEngine, endpoint: Endpoint) -> int:
         warming = asyncio.create_task(_warm_up(engine))
         try:
             if not await self._is_done_before_a_signal(warming):
@@ -124,7 +124,7 @@ class _Service:
         try:
             self._serving.open(ServedModel(name, engine, texts, limits))
             await self._health.ready()
-            _log_ready(engine)
+            _log_ready(self._config, engine, name, endpoint)
             with settled_garbage():
                 return await self._until_the_end(engine)
         finally:
@@ -165,25 +165,23 @@ class _Service:
 @asynccontextmanager
 async def _listening(
     config: ServiceConfig, serving: Serving, health: Health, drainer: Drainer
-) -> AsyncIterator[None]:
-    """Both servers, up from here to the end of the block."""
-    limits, reflects = config.limits(), config.reflection
-    logs_rpcs = config.access_log
+) -> AsyncIterator[Endpoint]:
+    """Both servers, up from here to the end of the block; where callers connect."""
+    limits, logs_rpcs = config.limits(), config.access_log
+    offers = {"has_reflection": config.reflection, "has_channelz": config.channelz}
     callers = Entrance.guarded(config.caller_rules(), config.caller_tls(), has_access_log=logs_rpcs)
     operator = Entrance.guarded(config.control_rules(), config.control_tls(), has_access_log=logs_rpcs)
     _log_entrances(config)
     listeners = [
         Listener(
-            lambda: make_public_server(serving, health, limits, has_reflection=reflects, entrance=callers),
+            lambda: make_public_server(serving, health, limits, **offers, entrance=callers),
             Endpoint(config.host, config.port),
             "--port",
             config.drain_grace_s,
             callers.credentials,
         ),
         Listener(
-            lambda: make_control_server(
-                serving, health, drainer, limits, has_reflection=reflects, entrance=operator
-            ),
+            lambda: make_control_server(serving, health, drainer, limits, **offers, entrance=operator),
             Endpoint(config.control_host, config.control_port),
             "--control-port",
             config.drain_grace_s,
@@ -201,10 +199,9 @@ async def _listening(
             if config.metrics_port is not None:
                 scraped = Endpoint(config.metrics_host, config.metrics_port)
                 ports["metrics_port"] = await stack.enter_async_context(metrics_port(serving, scraped))
-            if config.ready_file is not None:
-                _write_ready_file(config.ready_file, ports)
+            stack.enter_context(ready_file(config.ready_file, health, ports))
             log.info("listening", host=config.host, **ports, pid=os.getpid())
-            yield
+            yield listeners[0].endpoint
     finally:
         await end(*watching)
         await asyncio.gather(*(listener.stop(_FLUSH_S) for listener in listeners))
@@ -257,28 +254,30 @@ async def _warm_up(engine: AsyncEngine) -> None:
     log.info("warmed up", seconds=round(time.monotonic() - began_s, 3), constraints=has_constraints)
 
 
-def _log_ready(engine: AsyncEngine) -> None:
+def _log_ready(config: ServiceConfig, engine: AsyncEngine, name: str, endpoint: Endpoint) -> None:
+    """The line that says where to connect and what is on."""
     info, layout = engine.info, engine.layout
+    budget = {"tpot": config.target_tpot_ms, "ttft": config.target_ttft_ms}
     log.info(
         "ready",
-        model=info.name,
+        address=endpoint.address,
+        model=name,
         family=info.family,
         dtype=info.dtype,
+        weight_dtype=info.dtype if config.weight_dtype == "same" else config.weight_dtype,
         max_model_len=info.max_model_len,
         kv_blocks=layout.num_usable_blocks,
         block_size=layout.block_size,
         kv_tokens=layout.num_tokens,
         batching=engine.batching.value,
         max_num_seqs=engine.max_num_seqs,
+        speculation=config.speculation_config().kind.value,
+        latency_budget=" ".join(f"{what}={ms:g}ms" for what, ms in budget.items() if ms is not None)
+        or "none",
+        tls=config.caller_tls() is not None,
+        auth=config.caller_rules().is_on,
         end_token_ids=sorted(info.eos_token_ids),
     )
-
-
-def _write_ready_file(path: Path, ports: dict[str, int]) -> None:
-    """Readers see the whole file or none."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({**ports, "pid": os.getpid()}) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 async def _in_thread(work: Callable[[], LoadedModel]) -> LoadedModel:

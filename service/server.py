@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -79,10 +80,20 @@ OPEN = Entrance()
 
 
 def make_public_server(
-    serving: Serving, health: Health, limits: Limits, *, has_reflection: bool, entrance: Entrance = OPEN
+    serving: Serving,
+    health: Health,
+    limits: Limits,
+    *,
+    has_reflection: bool,
+    has_channelz: bool = False,
+    entrance: Entrance = OPEN,
 ) -> grpc.aio.Server:
-    """The server for callers: generation, model, health."""
-    server = _make_server(limits, entrance, serving.edge)
+    """The server for callers: generation, model, health.
+
+    Args:
+        has_channelz: whether its connections are counted, for the operator.
+    """
+    server = _make_server(limits, entrance, serving.edge, has_channelz=has_channelz)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving, limits), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -98,14 +109,21 @@ def make_control_server(
     limits: Limits,
     *,
     has_reflection: bool,
+    has_channelz: bool = False,
     entrance: Entrance = OPEN,
 ) -> grpc.aio.Server:
-    """The server for the operator: control, health."""
-    server = _make_server(limits, entrance, serving.edge)
+    """The server for the operator: control, health.
+
+    Args:
+        has_channelz: whether it tells of the connections of all servers of the process.
+    """
+    server = _make_server(limits, entrance, serving.edge, has_channelz=has_channelz)
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(serving, drainer), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    if has_channelz:
+        channelz.add_channelz_servicer(server)
     if has_reflection:
-        _reflect(server, control_pb2.DESCRIPTOR)
+        _reflect(server, control_pb2.DESCRIPTOR, *([channelz_pb2.DESCRIPTOR] if has_channelz else []))
     return server
 
 
@@ -163,7 +181,7 @@ def _why_not(error: OSError, endpoint: Endpoint, port_flag: str) -> str:
             return f"can't listen on {endpoint.address}: {error.strerror}"
 
 
-def _make_server(limits: Limits, entrance: Entrance, edge: Edge) -> grpc.aio.Server:
+def _make_server(limits: Limits, entrance: Entrance, edge: Edge, *, has_channelz: bool) -> grpc.aio.Server:
     authenticator = entrance.authenticator or Authenticator(AuthRules(Role.GENERATE))
     return grpc.aio.server(
         interceptors=[
@@ -171,6 +189,8 @@ def _make_server(limits: Limits, entrance: Entrance, edge: Edge) -> grpc.aio.Ser
             Guard(limits.slow_reader_s, edge.metrics, has_access_log=entrance.has_access_log),
         ],
         options=[
+            # gRPC counts for it unless told not to, asked for or not.
+            ("grpc.enable_channelz", int(has_channelz)),
             # Two servers on one port would share its connections at random.
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", limits.max_message_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 from pathlib import Path
@@ -25,6 +26,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def ready_file(tmp_path: Path) -> Path:
     return tmp_path / "ready.json"
+
+
+def content_of(ready_file: Path) -> object:
+    """What whoever started the server is told: nothing before it is ready, and after."""
+    return json.loads(ready_file.read_text()) if ready_file.exists() else None
 
 
 async def ids_over(server: ServerProcess, max_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
@@ -55,6 +61,64 @@ async def test_sigterm_lets_streams_finish_and_exits_with_zero(ready_file: Path)
     assert (
         events.index("listening") < events.index("ready") < events.index("draining") < events.index("drained")
     )
+
+
+def left_in(folder: Path) -> list[str]:
+    """The names of its files."""
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.fixture
+def stale_ready_file(ready_file: Path) -> Path:
+    ready_file.write_text('"left by an earlier process"')
+    return ready_file
+
+
+async def test_the_ready_file_is_there_while_requests_are_welcome(stale_ready_file: Path) -> None:
+    ready_file = stale_ready_file
+    async with server_process("fine", ready_file) as server:
+        await server.until_health(SERVING)
+        assert content_of(ready_file) == {
+            "port": server.port,
+            "control_port": server.control_port,
+            "pid": server.process.pid,
+        }
+        running = asyncio.create_task(ids_over(server, 200))
+        while (await server.control.GetLoad(GetLoadRequest())).num_running == 0:
+            pass
+        server.send(signal.SIGTERM)
+        await server.until_health(NOT_SERVING)
+        assert content_of(ready_file) is None
+        assert await running == expected_output(PROMPT, 200)
+        assert await server.exit_code() == 0
+    assert left_in(ready_file.parent) == []
+
+
+async def test_the_log_says_where_to_connect_and_what_is_on(ready_file: Path) -> None:
+    flags = "--speculation prompt_lookup --weight-dtype int8 --target-tpot-ms 50 --target-ttft-ms 500"
+    async with server_process("fine", ready_file, *flags.split()) as server:
+        await server.until_health(SERVING)
+        server.send(signal.SIGTERM)
+        assert await server.exit_code() == 0
+    (ready,) = (event for event in server.events() if event["event"] == "ready")
+    said = {
+        "address": f"127.0.0.1:{server.port}",
+        "model": "fake",
+        "weight_dtype": "int8",
+        "speculation": "prompt_lookup",
+        "latency_budget": "tpot=50ms ttft=500ms",
+        "tls": False,
+        "auth": False,
+    }
+    assert ready | said == ready
+
+
+async def test_a_ready_file_that_cannot_be_written_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    ready_file = tmp_path / "no-such-folder" / "ready.json"
+    problem = rf"ended with 2: .*--ready-file {ready_file}: can't be written: No such file or directory"
+    with pytest.raises(AssertionError, match=problem):
+        async with server_process("hangs_in_load", ready_file):
+            pass
 
 
 async def test_new_requests_are_refused_while_the_running_ones_finish(ready_file: Path) -> None:
@@ -118,9 +182,11 @@ async def test_a_step_that_hangs_does_not_hold_up_a_second_signal(ready_file: Pa
             await running
 
 
-async def test_while_the_model_loads_it_answers_not_yet_and_a_signal_ends_it(ready_file: Path) -> None:
+async def test_while_the_model_loads_it_answers_not_yet_and_a_signal_ends_it(stale_ready_file: Path) -> None:
+    ready_file = stale_ready_file
     async with server_process("hangs_in_load", ready_file) as server:
         assert await server.health() == NOT_SERVING
+        assert content_of(ready_file) is None
         assert await server.health("liveness") == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await ids_over(server, 1)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -62,7 +63,7 @@ class ServerProcess:
 async def server_process(
     plan: str, ready_file: Path, *flags: str, module: str = "tests.support.serve_fake"
 ) -> AsyncIterator[ServerProcess]:
-    """Start the program over a fake model, on free ports, and wait until they are bound."""
+    """Start the program over a fake model, on free ports, and wait until its log says that they are bound."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -75,15 +76,14 @@ async def server_process(
         stderr=asyncio.subprocess.PIPE,
     )
     server = ServerProcess(process)
-    reading = asyncio.create_task(_read_lines(process, server.lines))
+    listening: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+    reading = asyncio.create_task(_read_lines(process, server.lines, listening))
     try:
-        ports: dict[str, int] | None = None
-        while ports is None and process.returncode is None:
-            await asyncio.sleep(0.01)
-            ports = _ports_in(ready_file)
-        if ports is None:
-            await reading
-            raise AssertionError(f"the server ended with {process.returncode}: {server.lines}")
+        either: set[asyncio.Future[Any]] = {listening, reading}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            raise AssertionError(f"the server ended with {await process.wait()}: {server.lines}")
+        ports = listening.result()
         assert ports["pid"] == process.pid
         server.port, server.control_port = ports["port"], ports["control_port"]
         async with (
@@ -101,14 +101,11 @@ async def server_process(
         await reading
 
 
-def _ports_in(ready_file: Path) -> dict[str, int] | None:
-    if not ready_file.exists():
-        return None
-    ports: dict[str, int] = json.loads(ready_file.read_text())
-    return ports
-
-
-async def _read_lines(process: asyncio.subprocess.Process, lines: list[str]) -> None:
+async def _read_lines(
+    process: asyncio.subprocess.Process, lines: list[str], listening: asyncio.Future[dict[str, int]]
+) -> None:
     assert process.stderr is not None
     while line := await process.stderr.readline():
         lines.append(line.decode().rstrip("\n"))
+        if not listening.done() and '"listening"' in lines[-1]:
+            listening.set_result(json.loads(lines[-1]))

@@ -102,6 +102,7 @@ async def running_service(
     entrance: Entrance = OPEN,
     control_entrance: Entrance = OPEN,
     edge: Edge | None = None,
+    has_channelz: bool = False,
 ) -> AsyncIterator[RunningService]:
     """A service on a free port, its channels open; everything is closed at the end.
 
@@ -109,14 +110,14 @@ async def running_service(
         opens: whether it serves, or stands as during a load.
         entrance, control_entrance: how its ports are entered; the stubs come in plain text, without a name.
         edge: quotas, metrics, traces.
+        has_channelz: whether the operator's port offers it.
     """
     limits = limits or Limits()
     health, serving = await Health.start(), Serving(edge)
     drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
-    public = make_public_server(serving, health, limits, has_reflection=True, entrance=entrance)
-    control = make_control_server(
-        serving, health, drainer, limits, has_reflection=True, entrance=control_entrance
-    )
+    offers = {"has_reflection": True, "has_channelz": has_channelz}
+    public = make_public_server(serving, health, limits, **offers, entrance=entrance)
+    control = make_control_server(serving, health, drainer, limits, **offers, entrance=control_entrance)
     address = f"127.0.0.1:{bind(public, LOOPBACK, '--port', entrance.credentials)}"
     control_port = bind(control, LOOPBACK, "--control-port", control_entrance.credentials)
     control_address = f"127.0.0.1:{control_port}"
