@@ -29,6 +29,23 @@ class EdgeSettings(BaseSettings):
     control_host: str = Field("127.0.0.1", min_length=1, description="address of the operator's port")
     control_port: int = Field(50052, ge=0, le=65535, description="port for the operator; 0 picks a free one")
 
+    health_host: str = Field("127.0.0.1", min_length=1, description="address of the health port")
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port that tells health alone, in plain text and to everybody, for probes that know no "
+        "TLS; 0 picks a free one; unset: none",
+    )
+    max_connection_age_s: float | None = Field(
+        None,
+        ge=1,
+        le=86400,
+        allow_inf_nan=False,
+        description="age at which a caller's connection is to be replaced by a new one, which a balancer may "
+        "send elsewhere, seconds; running streams go on; unset: never",
+    )
+
     tls_cert: Path | None = Field(
         None,
         description="the server's certificate, PEM, read anew when it changes; TLS on every port of gRPC",
@@ -146,6 +163,8 @@ class EdgeSettings(BaseSettings):
                 "--jwt-jwks needs --jwt-issuer and --jwt-audience: else tokens for other services would open "
                 "this"
             )
+        if self.auth_health and self.health_port is not None:
+            yield "--auth-health and --health-port contradict each other: leave one out"
         if self.jwt_jwks is None and (self.jwt_issuer or self.jwt_audience):
             yield "--jwt-issuer and --jwt-audience mean nothing without --jwt-jwks"
 

@@ -35,7 +35,13 @@ from headrace.service.metrics import follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.service.progress import ShownProgress
 from headrace.service.ready_file import ready_file
-from headrace.service.server import Endpoint, Entrance, make_control_server, make_public_server
+from headrace.service.server import (
+    Endpoint,
+    Entrance,
+    make_control_server,
+    make_health_server,
+    make_public_server,
+)
 from headrace.service.serving import ServedModel, Serving
 from headrace.service.signals import StopSignals
 from headrace.service.tasks import begin, end
@@ -174,7 +180,14 @@ async def _listening(
     _log_entrances(config)
     listeners = [
         Listener(
-            lambda: make_public_server(serving, health, limits, **offers, entrance=callers),
+            lambda: make_public_server(
+                serving,
+                health,
+                limits,
+                **offers,
+                max_connection_age_s=config.max_connection_age_s,
+                entrance=callers,
+            ),
             Endpoint(config.host, config.port),
             "--port",
             config.drain_grace_s,
@@ -188,13 +201,23 @@ async def _listening(
             operator.credentials,
         ),
     ]
+    names = ["port", "control_port"]
+    if config.health_port is not None:
+        names.append("health_port")
+        listeners.append(
+            Listener(
+                lambda: make_health_server(health, limits, serving.edge),
+                Endpoint(config.health_host, config.health_port),
+                "--health-port",
+                config.drain_grace_s,
+            )
+        )
     watching: list[asyncio.Task[None]] = []
     try:
         for listener in listeners:
             await listener.start()
         watching += [begin(listener.watch(), "port-watch") for listener in listeners]
-        port, control_port = (listener.endpoint.port for listener in listeners)
-        ports = {"port": port, "control_port": control_port}
+        ports = {name: listener.endpoint.port for name, listener in zip(names, listeners, strict=True)}
         async with AsyncExitStack() as stack:
             if config.metrics_port is not None:
                 scraped = Endpoint(config.metrics_host, config.metrics_port)

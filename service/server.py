@@ -86,14 +86,17 @@ def make_public_server(
     *,
     has_reflection: bool,
     has_channelz: bool = False,
+    max_connection_age_s: float | None = None,
     entrance: Entrance = OPEN,
 ) -> grpc.aio.Server:
     """The server for callers: generation, model, health.
 
     Args:
         has_channelz: whether its connections are counted, for the operator.
+        max_connection_age_s: after which a connection's client is told to make a new one, seconds; what runs
+            on the old one goes on. None for never.
     """
-    server = _make_server(limits, entrance, serving.edge, has_channelz=has_channelz)
+    server = _make_server(limits, entrance, serving.edge, max_connection_age_s, has_channelz=has_channelz)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving, limits), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -124,6 +127,13 @@ def make_control_server(
         channelz.add_channelz_servicer(server)
     if has_reflection:
         _reflect(server, control_pb2.DESCRIPTOR, *([channelz_pb2.DESCRIPTOR] if has_channelz else []))
+    return server
+
+
+def make_health_server(health: Health, limits: Limits, edge: Edge) -> grpc.aio.Server:
+    """The server for probes that speak no TLS and have no credentials: it tells health and nothing else."""
+    server = _make_server(limits, OPEN, edge, has_channelz=False)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     return server
 
 
@@ -181,7 +191,16 @@ def _why_not(error: OSError, endpoint: Endpoint, port_flag: str) -> str:
             return f"can't listen on {endpoint.address}: {error.strerror}"
 
 
-def _make_server(limits: Limits, entrance: Entrance, edge: Edge, *, has_channelz: bool) -> grpc.aio.Server:
+def _make_server(
+    limits: Limits,
+    entrance: Entrance,
+    edge: Edge,
+    max_connection_age_s: float | None = None,
+    *,
+    has_channelz: bool,
+) -> grpc.aio.Server:
+    # Past its age a connection takes no new RPC; for those that run gRPC waits without end.
+    ages = [] if max_connection_age_s is None else [int(1e3 * max_connection_age_s)]
     authenticator = entrance.authenticator or Authenticator(AuthRules(Role.GENERATE))
     return grpc.aio.server(
         interceptors=[
@@ -189,6 +208,7 @@ def _make_server(limits: Limits, entrance: Entrance, edge: Edge, *, has_channelz
             Guard(limits.slow_reader_s, edge.metrics, has_access_log=entrance.has_access_log),
         ],
         options=[
+            *(("grpc.max_connection_age_ms", age_ms) for age_ms in ages),
             # gRPC counts for it unless told not to, asked for or not.
             ("grpc.enable_channelz", int(has_channelz)),
             # Two servers on one port would share its connections at random.

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from headrace.service.config import ServiceConfig, load_config
+from tests.support.dockerfiles import variables_of
 from tests.support.repository import ROOT
 
 DOCKER = ROOT / "docker"
@@ -22,12 +23,6 @@ DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ServiceConfig.model_fields:
         monkeypatch.delenv(f"HEADRACE_{name.upper()}", raising=False)
-
-
-def variables_of(dockerfile: Path) -> Mapping[str, str]:
-    """What the last image of a Dockerfile sets for the server."""
-    last = dockerfile.read_text().rpartition("\nFROM ")[2]
-    return dict(re.findall(r"\b(HEADRACE_\w+)=(\S+)", last))
 
 
 def run_lines(dockerfile: Path) -> Iterator[list[str]]:
@@ -75,3 +70,16 @@ def test_the_composed_service_starts_and_is_open_to_this_machine_alone(
     set_all(variables_of(dockerfile) | service["environment"], monkeypatch)
     assert load_config(()).insecure
     assert published(service["ports"]) == {"127.0.0.1"}
+
+
+def test_the_builder_gets_what_the_images_copy_and_nothing_else() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    sent = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert "*" in ignored
+    for dockerfile in DOCKERFILES:
+        copied = {
+            source
+            for line in re.findall(r"(?m)^COPY (?!--from)(.*) \S+$", dockerfile.read_text())
+            for source in line.split()
+        }
+        assert copied == sent

@@ -6,6 +6,7 @@ import asyncio
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import grpc
 
@@ -46,6 +47,9 @@ class ConnectionOptions:
         max_message_bytes: longest message in either direction; Headrace's server has the same limit.
         tls: how the connection is encrypted; None is plain text.
         token: says who calls. In plain text it goes to a server on this machine only.
+        load_balancing: where a target stands for several servers (a name with several addresses, or
+            ``ipv4:HOST:PORT,HOST:PORT``): "pick_first" stays with one of them, "round_robin" sends each RPC
+            to the next. A Session is one RPC, so it stays where it is.
     """
 
     keepalive_time_s: float = 30.0
@@ -53,6 +57,7 @@ class ConnectionOptions:
     max_message_bytes: int = 16 * 1024 * 1024
     tls: Tls | None = None
     token: str | None = field(default=None, repr=False)
+    load_balancing: Literal["pick_first", "round_robin"] = "pick_first"
 
     def with_access(self, tls: Tls | None, token: str | None) -> ConnectionOptions:
         """The same, with what of the two is given."""
@@ -76,6 +81,7 @@ def open_channel(
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.lb_policy_name", options.load_balancing),
         # Retries are ours alone: a service config from DNS must not bring others that replay a request.
         ("grpc.service_config_disable_resolution", 1),
         # A server that is just starting is found as soon as our own retries ask for it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from typing import Literal
 
 import grpc
 import pytest
@@ -48,6 +49,22 @@ async def test_a_target_without_a_port_is_refused_and_not_taken_for_https(target
     with pytest.raises(InvalidArgument, match=said):
         async with InferenceClient(target):
             pass
+
+
+@pytest.mark.parametrize(("load_balancing", "num_used"), [("round_robin", 2), ("pick_first", 1)])
+async def test_requests_are_spread_over_the_servers_of_a_target_where_that_is_asked_for(
+    load_balancing: Literal["round_robin", "pick_first"], num_used: int
+) -> None:
+    async with running_fake_server() as one, running_fake_server() as other:
+        target = f"ipv4:{one.target},{other.target}"
+        options = ConnectionOptions(load_balancing=load_balancing)
+        async with InferenceClient(target, connection=options) as client:
+            # The second connection may stand a moment later than the first.
+            for _ in range(8 if load_balancing == "pick_first" else 10_000):
+                await client.generate_once("x", max_tokens=1)
+                if one.record.starts and other.record.starts:
+                    break
+    assert sum(bool(server.record.starts) for server in (one, other)) == num_used
 
 
 async def test_a_connection_is_waited_for() -> None:

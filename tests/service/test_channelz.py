@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -16,20 +15,8 @@ from headrace.service.auth import AuthRules
 from headrace.service.identity import Role
 from headrace.service.server import Entrance
 from headrace.service.token_drawing import entry_line
+from tests.support.connections import SERVERS, connections
 from tests.support.service import generate, make_start, running_service
-
-SERVERS = channelz_pb2.GetServersRequest()
-
-
-async def sockets_of(
-    channelz: ChannelzStub,
-) -> AsyncIterator[tuple[channelz_pb2.Server, channelz_pb2.Socket]]:
-    """Each connection of each server of this process."""
-    for server in (await channelz.GetServers(SERVERS)).server:
-        its = channelz_pb2.GetServerSocketsRequest(server_id=server.ref.server_id)
-        for ref in (await channelz.GetServerSockets(its)).socket_ref:
-            found = await channelz.GetSocket(channelz_pb2.GetSocketRequest(socket_id=ref.socket_id))
-            yield server, found.socket
 
 
 async def test_the_operator_sees_the_calls_and_the_peers_of_the_callers_port() -> None:
@@ -39,12 +26,7 @@ async def test_the_operator_sees_the_calls_and_the_peers_of_the_callers_port() -
     ):
         for _ in range(3):
             await generate(service, make_start())
-        port = int(service.address.rpartition(":")[2])
-        ((server, socket),) = [
-            (server, socket)
-            async for server, socket in sockets_of(ChannelzStub(channel))
-            if socket.local.tcpip_address.port == port
-        ]
+        ((server, socket),) = await connections(channel, service.address)
         assert server.data.calls_started == 3
         assert socket.data.streams_started == 3
         assert socket.remote.tcpip_address.ip_address == bytes((127, 0, 0, 1))

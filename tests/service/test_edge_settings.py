@@ -47,6 +47,7 @@ def test_a_port_open_to_others_needs_tls_and_auth_or_a_clear_word(
         (("--jwt-jwks", "x"), "needs --jwt-issuer and --jwt-audience"),
         (("--jwt-jwks", "x", "--jwt-issuer", "i"), "needs --jwt-issuer and --jwt-audience"),
         (("--jwt-issuer", "i"), "mean nothing without --jwt-jwks"),
+        ((*TOKENS, "--auth-health", "--health-port", "0"), "contradict each other"),
     ],
 )
 def test_half_of_a_setting_is_refused(argv: tuple[str, ...], problem: str) -> None:

@@ -1,18 +1,33 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from headrace.service.edge import Edge
+from headrace.service.health import Health
 from headrace.service.limits import Limits
-from headrace.service.server import BindError, Endpoint, bind
-from headrace.v1.generation_pb2 import StartGeneration
-from headrace.v1.model_pb2 import TokenizeRequest
+from headrace.service.server import BindError, Endpoint, bind, make_health_server
+from headrace.v1.generation_pb2 import GenerateRequest, GenerateResponse, StartGeneration
+from headrace.v1.model_pb2 import GetModelRequest, TokenizeRequest
+from headrace.v1.model_pb2_grpc import ModelServiceStub
+from tests.support.connections import connections
 from tests.support.fake_runner import expected_output, make_fake_model
-from tests.support.service import PROMPT, generate, generate_ids, make_start, running_service
+from tests.support.service import (
+    PROMPT,
+    Gate,
+    generate,
+    generate_ids,
+    ids_of,
+    make_start,
+    rest_of,
+    running_service,
+)
 
 
 async def test_a_port_in_use_is_said_with_the_flag_that_changes_it() -> None:
@@ -58,6 +73,45 @@ async def test_reflection_names_the_services() -> None:
     assert {"headrace.v1.GenerationService", "headrace.v1.ModelService", "grpc.health.v1.Health"} <= set(
         names
     )
+
+
+async def test_a_connection_past_its_age_is_replaced_and_its_streams_go_on() -> None:
+    gate = Gate()
+    model = make_fake_model(before_step=gate)
+    async with (
+        running_service(model, has_channelz=True, max_connection_age_s=0.05) as service,
+        grpc.aio.insecure_channel(service.control_address) as channel,
+    ):
+        call = service.generation.Generate(GenerateRequest(start=make_start(max_tokens=8)))
+        assert isinstance(await call.read(), GenerateResponse)
+        # The old one stays for its stream, while other calls make new ones.
+        while len(await connections(channel, service.address)) < 2:
+            await service.model.GetModel(GetModelRequest())
+        gate.open()
+        events = [response.event async for response in rest_of(call)]
+    assert ids_of(events) == expected_output(PROMPT, 8)
+
+
+async def test_the_health_port_tells_health_and_nothing_else() -> None:
+    health = await Health.start()
+    server = make_health_server(health, Limits(), Edge())
+    port = bind(server, Endpoint("127.0.0.1", 0), "--health-port")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            told = [
+                await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", "liveness")
+            ]
+            await health.ready()
+            told.append(await stub.Check(health_pb2.HealthCheckRequest()))
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await ModelServiceStub(channel).GetModel(GetModelRequest())
+    finally:
+        await server.stop(None)
+    status = health_pb2.HealthCheckResponse
+    assert [one.status for one in told] == [status.NOT_SERVING, status.SERVING, status.SERVING]
+    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_message_over_the_limit_fails_alone_and_names_the_limit() -> None:

@@ -106,6 +106,7 @@ async def running_service(
 ) -> AsyncIterator[RunningService]:
     """A service on a free port, its channels open; everything is closed at the end.
 
+    max_connection_age_s: float | None = None,
     Args:
         opens: whether it serves, or stands as during a load.
         entrance, control_entrance: how its ports are entered; the stubs come in plain text, without a name.
@@ -114,9 +115,12 @@ async def running_service(
     """
     limits = limits or Limits()
     health, serving = await Health.start(), Serving(edge)
+        max_connection_age_s: of connections to the callers' port; None for no limit.
     drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
     offers = {"has_reflection": True, "has_channelz": has_channelz}
-    public = make_public_server(serving, health, limits, **offers, entrance=entrance)
+    public = make_public_server(
+        serving, health, limits, **offers, max_connection_age_s=max_connection_age_s, entrance=entrance
+    )
     control = make_control_server(serving, health, drainer, limits, **offers, entrance=control_entrance)
     address = f"127.0.0.1:{bind(public, LOOPBACK, '--port', entrance.credentials)}"
     control_port = bind(control, LOOPBACK, "--control-port", control_entrance.credentials)

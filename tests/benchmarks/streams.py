@@ -1,0 +1,280 @@
+"""What the front end costs: a thousand streams over an engine that computes nothing, and a real model's tax.
+
+    .venv/bin/python -m tests.benchmarks.streams --streams 1000 --step-ms 100,50,20
+    .venv/bin/python -m tests.benchmarks.streams tax --model smollm2-135m-instruct --streams 16,64
+
+Over the fake engine each step takes `--step-ms` and gives every stream a token that holds the moment at
+which its step was over. So the delay of a token is all that comes after the model: bookkeeping, text,
+messages, gRPC, and the client of this benchmark, a process of its own beside the server's. `offered` is
+streams / step. Where the front end can't keep up, several tokens wait for each other and come in one
+message: `tokens/msg` rises instead of the delay.
+
+`tax` is a real model's tokens per second, end to end over gRPC and from the bare engine, each in a process
+of its own; their quotient is what the front end, and a client on the same machine, leave of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from headrace.engine import (
+    AsyncEngine,
+    LoadedModel,
+    LoadProgress,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+    TokenEvent,
+)
+from headrace.service.commands import serve
+from headrace.service.config import ServiceConfig, let_threads_sleep, load_config
+from headrace.service.lifecycle import model_from_files
+from headrace.v1.generation_pb2 import (
+    GenerateRequest,
+    GenerationEvent,
+    SamplingOptions,
+    SessionRequest,
+    StartGeneration,
+    StopOptions,
+    TokenIds,
+)
+from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.support.clock_model import make_clock_model, seconds_since
+from tests.support.server_process import ServerProcess, server_process
+
+PROMPT_LEN = 16
+MODULE = "tests.benchmarks.streams"
+SERVING = 1
+
+
+@dataclass
+class Tally:
+    """What the client has read.
+
+    Args:
+        delays_s: of each message's newest token, from the end of its step, seconds.
+        first_s, last_s: monotonic moments of the first and the last message, seconds.
+    """
+
+    num_tokens: int = 0
+    num_messages: int = 0
+    delays_s: list[float] = field(default_factory=list)
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def add(self, event: GenerationEvent) -> None:
+        """Count one event."""
+        if not event.HasField("delta"):
+            return
+        token_ids = event.delta.token_ids
+        self.last_s = time.monotonic()
+        self.first_s = self.first_s or self.last_s
+        self.num_tokens += len(token_ids)
+        self.num_messages += 1
+        self.delays_s.append(seconds_since(token_ids[-1]))
+
+
+def start_of(number: int, max_tokens: int, vocab_size: int = 1000) -> StartGeneration:
+    """One request; no two begin alike."""
+    prompt = [2 + (number * 7 + i * 13) % (vocab_size - 2) for i in range(PROMPT_LEN)]
+    return StartGeneration(
+        request_id=f"r{number}",
+        token_ids=TokenIds(ids=prompt),
+        sampling=SamplingOptions(temperature=0),
+        stop=StopOptions(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+async def by_generate(stub: GenerationServiceStub, starts: Sequence[StartGeneration], tally: Tally) -> None:
+    """Each request is an RPC."""
+
+    async def one(start: StartGeneration) -> None:
+        async for response in stub.Generate(GenerateRequest(start=start)):
+            tally.add(response.event)
+
+    await asyncio.gather(*(one(start) for start in starts))
+
+
+async def by_session(stub: GenerationServiceStub, starts: Sequence[StartGeneration], tally: Tally) -> None:
+    """All requests share one RPC."""
+    call = stub.Session()
+
+    async def send() -> None:
+        for start in starts:
+            await call.write(SessionRequest(start=start))
+        await call.done_writing()
+
+    sending = asyncio.create_task(send())
+    async for response in call:
+        if response.event.HasField("error"):
+            raise RuntimeError(f"a request failed: {response.event.error.message}")
+        tally.add(response.event)
+    await sending
+
+
+WAYS = {"generate": by_generate, "session": by_session}
+
+
+async def measure_load(arguments: argparse.Namespace) -> None:
+    """Print a line for each way and load."""
+    print(
+        f"{'way':9} {'streams':>7} {'step':>7} {'offered':>9} {'tokens/s':>9} {'tokens/msg':>10} "
+        f"{'server CPU':>11} {'client CPU':>11} {'delay p50':>10} {'p99':>8}"
+    )
+    for way in arguments.ways:
+        for num_streams in arguments.streams:
+            for step_ms in arguments.step_ms:
+                await _measure_one(way, num_streams, step_ms, arguments.tokens)
+
+
+async def _measure_one(way: str, num_streams: int, step_ms: float, max_tokens: int) -> None:
+    flags = (f"--max-num-seqs={num_streams}", f"--max-num-batched-tokens={32 * num_streams}")
+    with tempfile.TemporaryDirectory() as folder:
+        ready_file = Path(folder) / "ready.json"
+        async with server_process(f"clock:{step_ms:g}", ready_file, *flags, module=MODULE) as server:
+            await server.until_health(SERVING)
+            process, us = psutil.Process(server.process.pid), psutil.Process()
+            tally = Tally()
+            before_s, our_before_s = _cpu_s(process), _cpu_s(us)
+            await WAYS[way](server.generation, [start_of(n, max_tokens) for n in range(num_streams)], tally)
+            cpu_s, our_cpu_s = _cpu_s(process) - before_s, _cpu_s(us) - our_before_s
+    delays_ms = [1e3 * delay_s for delay_s in tally.delays_s]
+    assert tally.num_tokens == num_streams * max_tokens, "tokens were lost"
+    print(
+        f"{way:9} {num_streams:7} {step_ms:4g} ms {1e3 * num_streams / step_ms:9,.0f} "
+        f"{tally.num_tokens / (tally.last_s - tally.first_s):9,.0f} "
+        f"{tally.num_tokens / tally.num_messages:10.2f} "
+        f"{1e6 * cpu_s / tally.num_tokens:5.1f} ms/1k {1e6 * our_cpu_s / tally.num_tokens:5.1f} ms/1k "
+        f"{statistics.median(delays_ms):7.1f} ms {statistics.quantiles(delays_ms, n=100)[98]:5.0f} ms",
+        flush=True,
+    )
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+# ---- the tax of a real model ---------------------------------------------------------------------------
+
+
+async def measure_tax(arguments: argparse.Namespace) -> None:
+    """Print a line for each number of streams."""
+    print(f"{'streams':>7} {'engine alone':>16} {'over gRPC':>16} {'left':>6}")
+    for num_streams in arguments.streams:
+        flags = (f"--model={arguments.model}", f"--dtype={arguments.dtype}", f"--max-num-seqs={num_streams}")
+        alone, over_grpc = [], []
+        for _ in range(arguments.repeats):
+            alone.append(await _engine_alone(flags, num_streams, arguments.tokens))
+            over_grpc.append(await _over_grpc(flags, num_streams, arguments.tokens))
+        quotient = statistics.median(over_grpc) / statistics.median(alone)
+        print(
+            f"{num_streams:7} {statistics.median(alone):12,.1f} t/s "
+            f"{statistics.median(over_grpc):12,.1f} t/s {quotient:6.3f}",
+            flush=True,
+        )
+
+
+async def _engine_alone(flags: Sequence[str], num_streams: int, max_tokens: int) -> float:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", MODULE, "engine", str(num_streams), str(max_tokens), *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    written, _ = await process.communicate()
+    return float(json.loads(written))
+
+
+async def _over_grpc(flags: Sequence[str], num_streams: int, max_tokens: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        ready_file = Path(folder) / "ready.json"
+        async with server_process("serve", ready_file, *flags, module="headrace.service") as server:
+            await server.until_health(SERVING)
+            await _generate_all(server, num_streams, max_tokens=8)
+            return await _generate_all(server, num_streams, max_tokens)
+
+
+async def _generate_all(server: ServerProcess, num_streams: int, max_tokens: int) -> float:
+    """Tokens per second of all requests together."""
+    tally = Tally()
+    began_s = time.monotonic()
+    await by_generate(server.generation, [start_of(n, max_tokens) for n in range(num_streams)], tally)
+    assert tally.num_tokens == num_streams * max_tokens, "tokens were lost"
+    return tally.num_tokens / (time.monotonic() - began_s)
+
+
+async def engine_alone(num_streams: int, max_tokens: int, flags: Sequence[str]) -> None:
+    """Print the tokens per second of an engine that nothing stands in front of."""
+    config = load_config(flags)
+    model = model_from_files(config, lambda stage, done, total: None)
+
+    async def one(engine: AsyncEngine, number: int, most_tokens: int) -> int:
+        start = start_of(number, most_tokens)
+        request = Request(
+            request_id=RequestId(f"{start.request_id}-{most_tokens}"),
+            prompt_token_ids=tuple(start.token_ids.ids),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopConditions(max_tokens=most_tokens, ignore_eos=True),
+        )
+        told = [event async for event in engine.submit(request) if isinstance(event, TokenEvent)]
+        return sum(len(event.token_ids) for event in told)
+
+    async with AsyncEngine(model, config.engine_config(Path(config.model))) as engine:
+        await asyncio.gather(*(one(engine, n, 8) for n in range(num_streams)))
+        began_s = time.monotonic()
+        num_tokens = sum(await asyncio.gather(*(one(engine, n, max_tokens) for n in range(num_streams))))
+        print(json.dumps(num_tokens / (time.monotonic() - began_s)))
+
+
+def clock_server(step_ms: float, flags: Sequence[str]) -> int:
+    """The real service program over a `ClockRunner`."""
+
+    def source(config: ServiceConfig, progress: LoadProgress) -> LoadedModel:
+        return make_clock_model(step_ms / 1e3, config.max_num_seqs)
+
+    return serve(["--model", "clock", *flags], source)
+
+
+def main() -> None:
+    """Read the flags, and measure."""
+    match sys.argv[1:]:
+        case [clock, *flags] if clock.startswith("clock:"):
+            sys.exit(clock_server(float(clock.removeprefix("clock:")), flags))
+        case ["engine", num_streams, max_tokens, *flags]:
+            let_threads_sleep()
+            asyncio.run(engine_alone(int(num_streams), int(max_tokens), flags))
+            return
+    parser = argparse.ArgumentParser("python -m tests.benchmarks.streams", description=__doc__.split("\n")[0])
+    parser.add_argument("what", nargs="?", choices=["load", "tax"], default="load")
+    parser.add_argument("--streams", type=_numbers(int), help="how many at once, comma-separated")
+    parser.add_argument("--tokens", type=int, help="of each answer")
+    parser.add_argument("--step-ms", type=_numbers(float), default=[100.0], help="comma-separated")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help=", ".join(WAYS))
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=1)
+    arguments = parser.parse_args()
+    is_tax = arguments.what == "tax"
+    arguments.streams = arguments.streams or ([16, 64] if is_tax else [1000])
+    arguments.tokens = arguments.tokens or (64 if is_tax else 100)
+    asyncio.run((measure_tax if is_tax else measure_load)(arguments))
+
+
+def _numbers(kind: type[int] | type[float]):
+    return lambda text: [kind(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
