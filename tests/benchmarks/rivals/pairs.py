@@ -50,19 +50,49 @@ def _openvino_many(place: Place) -> Pair:
     return Pair(_openvino_worker(place, 0), headrace(place.model, MANY_SLOTS))
 
 
-def _openvino_worker(place: Place, num_slots: int) -> Contender:
+def _openvino_fp32(place: Place) -> Pair:
+    return Pair(_openvino_worker(place, SLOTS, precision="f32"), headrace(place.model, SLOTS, "float32"))
+
+
+def _openvino_int8(place: Place) -> Pair:
+    return Pair(
+        _openvino_worker(place, SLOTS, weights="int8"),
+        headrace(place.model, SLOTS, flags=("--weight-dtype", "int8")),
+    )
+
+
+def _openvino_worker(
+    place: Place, num_slots: int, weights: str = "fp32", precision: str = "bf16"
+) -> Contender:
     venv = env.make(env.OPENVINO, place.cache)
     export = [str(venv / "bin" / "optimum-cli"), "export", "openvino", "-m", str(place.model)]
-    export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "{out}"]
-    weights = env.converted(place.cache / "models" / "openvino-fp32", export)
+    export += ["--task", "text-generation-with-past", "--weight-format", weights, "{out}"]
+    folder = env.converted(place.cache / "models" / f"openvino-{weights}", export)
     slots = f"{num_slots} slots" if num_slots else "no limit of slots"
-    arguments = [str(weights), "bf16", f"{num_slots}"]
-    name = f"OpenVINO GenAI bf16, in process, {slots}"
+    arguments = [str(folder), precision, f"{num_slots}"]
+    kept = "" if weights == "fp32" else f", {weights} weights"
+    name = f"OpenVINO GenAI {precision}{kept}, in process, {slots}"
     return in_process(name, venv, "openvino_worker.py", arguments, place.log("openvino"))
 
 
 def _llamacpp(place: Place) -> Pair:
     return Pair(_llamacpp_server(place, "BF16"), headrace(place.model, SLOTS))
+
+
+def _llamacpp_fp32(place: Place) -> Pair:
+    return Pair(_llamacpp_server(place, "F32"), headrace(place.model, SLOTS, "float32"))
+
+
+def _llamacpp_q8(place: Place) -> Pair:
+    return Pair(
+        _llamacpp_server(place, "Q8_0"), headrace(place.model, SLOTS, flags=("--weight-dtype", "int8"))
+    )
+
+
+def _llamacpp_q4(place: Place) -> Pair:
+    return Pair(
+        _llamacpp_server(place, "Q4_0"), headrace(place.model, SLOTS, flags=("--weight-dtype", "int4"))
+    )
 
 
 def _llamacpp_server(place: Place, kind: str) -> Contender:
@@ -94,7 +124,12 @@ def _transformers(place: Place) -> Pair:
 PAIRS: dict[str, Callable[[Place], Pair]] = {
     "openvino": _openvino,
     "openvino-many": _openvino_many,
+    "openvino-fp32": _openvino_fp32,
+    "openvino-int8": _openvino_int8,
     "llamacpp": _llamacpp,
+    "llamacpp-fp32": _llamacpp_fp32,
+    "llamacpp-q8": _llamacpp_q8,
+    "llamacpp-q4": _llamacpp_q4,
     "vllm": _vllm,
     "transformers": _transformers,
 }

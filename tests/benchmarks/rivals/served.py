@@ -19,13 +19,13 @@ from headrace.clients.demo_server import running_server
 from tests.benchmarks.rivals.contender import Contender, Started, process, served_by
 
 
-def headrace(model: Path, num_slots: int, flags: Sequence[str] = ()) -> Contender:
+def headrace(model: Path, num_slots: int, dtype: str = "bfloat16", flags: Sequence[str] = ()) -> Contender:
     """Headrace over gRPC, one session, as it comes; its prefix cache is emptied before each piece of work."""
 
     @asynccontextmanager
     async def start() -> AsyncIterator[Started]:
         began_s = time.perf_counter()
-        arguments = ("--model", str(model), "--dtype", "bfloat16", "--max-num-seqs", f"{num_slots}", *flags)
+        arguments = ("--model", str(model), "--dtype", dtype, "--max-num-seqs", f"{num_slots}", *flags)
         async with running_server(arguments) as server:
             start_s = time.perf_counter() - began_s
 
@@ -35,7 +35,7 @@ def headrace(model: Path, num_slots: int, flags: Sequence[str] = ()) -> Contende
 
             yield Started(served_by(GrpcBackend(server.target), flush), server.pid, start_s)
 
-    return Contender(f"headrace, {num_slots} slots" + "".join(f" {flag}" for flag in flags), start)
+    return Contender(" ".join((f"headrace {dtype}, {num_slots} slots", *flags)), start)
 
 
 def vllm(venv: Path, model: Path, num_slots: int, log: Path) -> Contender:
