@@ -22,6 +22,7 @@ from headrace.engine.models.generation_defaults import (
     suggested_sampling,
 )
 from headrace.engine.models.json_file import JsonFields
+from headrace.engine.models.reduced_head import ReducedHead
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.native.kit import native_kit
@@ -50,6 +51,7 @@ def load_decoder(
     progress: LoadProgress | None = None,
     *,
     tokenizer_eos_token_ids: Collection[int] = (),
+    reduced_head: ReducedHead | None = None,
 ) -> LoadedDecoder:
     """Read a model folder.
 
@@ -58,6 +60,7 @@ def load_decoder(
         device: where to compute.
         progress: told the bytes read.
         tokenizer_eos_token_ids: end ids that the tokenizer declares, joined with those of the other files.
+        reduced_head: in the place of the model's own head.
 
     Raises:
         ModelLoadError: the files can't be served as they are.
@@ -73,7 +76,7 @@ def load_decoder(
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
         source = _ConvertedWeights(checkpoint, spec, dtype, device, progress)
-        decoder = Decoder(spec, source, max_len=max_len, weight_kind=weight_kind)
+        decoder = Decoder(spec, source, max_len=max_len, weight_kind=weight_kind, reduced_head=reduced_head)
     bos = config_file.integers("bos_token_id")
     info = ModelInfo(
         name=config.name or folder.resolve().name,
@@ -157,11 +160,17 @@ def _choose_cpu_dtype(wanted: str) -> torch.dtype:
         )
         _log.info("dtype auto: %s, since %s", dtype, reason)
         return dtype
-    if wanted == "bfloat16" and not has_bf16:
+    if wanted == "bfloat16" and not has_bf16 and not _widens_bfloat16():
         _log.warning(
             "dtype bfloat16: this processor does not multiply it, so it may be much slower than float32"
         )
     return DTYPES[wanted]
+
+
+def _widens_bfloat16() -> bool:
+    """Whether the compiled kernels multiply bfloat16 weights as float32, which takes half the memory."""
+    kit = native_kit()
+    return kit is not None and kit.linears.suits(torch.empty((1, 2), dtype=torch.bfloat16))
 
 
 def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:

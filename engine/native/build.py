@@ -51,7 +51,7 @@ _AVX512 = (
 _VARIANT_FLAGS = {
     "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
     "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "generic": (),
 }
 _VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "quantised.cpp", "tokens.cpp")

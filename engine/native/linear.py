@@ -39,12 +39,12 @@ class NativeLinears:
         """
         code = DTYPE_CODES.get(weight.dtype)
         variant = self._library.variant
-        is_fast = variant == "avx512bf16" or (variant == "avx512" and weight.dtype is torch.float32)
+        is_fast = variant in ("avx512bf16", "avx2") or (variant == "avx512" and weight.dtype is torch.float32)
         return code is not None and is_fast and weight.shape[1] % 2 == 0 and weight.device.type == "cpu"
 
     def suits_quantised(self) -> bool:
         """Whether this processor multiplies whole numbers fast enough to make quantised weights worth it."""
-        return self._library.variant == "avx512bf16"  # such processors have VNNI too
+        return self._library.variant in ("avx512bf16", "avx2")  # the first have VNNI too
 
     def make_quantised(
         self, weight: QuantisedWeight, dtype: torch.dtype, bias: Tensor | None = None

@@ -239,8 +239,9 @@ class Worker {
 
   template <int R>
   void score_rows(const float* queries, int first, int last) {
-    for (int t = first / (2 * kLanes) * (2 * kLanes); t < last; t += 2 * kLanes)
-      score_groups<Math, R, 2>(queries, num_units_, packed_ + int64_t(t) * num_units_, scores_ + t);
+    constexpr int kAtOnce = scores_at_once(R);
+    for (int t = first / (2 * kLanes) * (2 * kLanes); t < last; t += kAtOnce * kLanes)
+      score_groups<Math, R, kAtOnce>(queries, num_units_, packed_ + int64_t(t) * num_units_, scores_ + t);
   }
 
   void score(const float* queries, int count, int first, int last) {

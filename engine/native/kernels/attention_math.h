@@ -16,6 +16,14 @@ using headrace::kTile;
 
 // Queries that are computed together: their sums and a pair of values fill the 32 vector registers.
 constexpr int kMaxGroup = 6;
+// Vectors of sums that a query has at once. A vector of AVX2 takes two of 16 registers.
+#if defined(__AVX512F__)
+constexpr int scores_at_once(int) { return 2; }
+constexpr int columns_at_once(int) { return 4; }
+#else
+constexpr int scores_at_once(int num_queries) { return num_queries <= 3 ? 2 : 1; }
+constexpr int columns_at_once(int num_queries) { return num_queries == 1 ? 4 : scores_at_once(num_queries); }
+#endif
 // Lines of the next tile that are asked for at every 16 packed bytes of 16 tokens, and at every two tokens weighed.
 constexpr int kLinesPerChunk = 2;
 constexpr int kLinesPerPair = 4;
@@ -116,6 +124,31 @@ inline void transpose_units(const char* const* rows, int64_t byte_offset, int nu
   }
 }
 
+#elif defined(__AVX2__)
+
+inline __m256 load_eight(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 load_eight(const bf16* p) { return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+// Eight numbers of eight rows, widened -> eight half vectors of one number each.
+template <typename T>
+inline void transpose_eight(const char* const* rows, int64_t byte_offset, int column, float* packed) {
+  __m256 row[8], pair[8], quad[8];
+  for (int i = 0; i < 8; ++i) row[i] = load_eight(reinterpret_cast<const T*>(rows[i] + byte_offset) + column);
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      quad[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+      quad[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xee);
+    }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(packed + (column + i) * kLanes, _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20));
+    _mm256_storeu_ps(packed + (column + i + 4) * kLanes, _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31));
+  }
+}
+
 #endif
 
 // All arithmetic in fp32, whatever the cache holds.
@@ -136,6 +169,15 @@ struct WideMath {
                         Ahead* ahead) {
 #if defined(__AVX512F__)
     if (sizeof(T) == 4) return transpose_units(rows, byte_offset, head_dim * 4, packed, ahead);
+#elif defined(__AVX2__)
+    if (head_dim % 8 == 0) {
+      for (int d = 0; d < head_dim; d += 8) {
+        ahead->fetch_lines<kLinesPerChunk>();
+        for (int half = 0; half < kLanes; half += 8)
+          transpose_eight<T>(rows + half, byte_offset, d, packed + half);
+      }
+      return;
+    }
 #endif
     for (int lane = 0; lane < kLanes; ++lane) {
       const T* row = reinterpret_cast<const T*>(rows[lane] + byte_offset);
@@ -155,9 +197,10 @@ struct WideMath {
   template <int R>
   static void weigh(const float* probs, const char* const* rows, int64_t byte_offset, int head_dim, int first,
                     int last, const GroupState& state, Ahead* ahead) {
+    constexpr int kAtOnce = columns_at_once(R);
     int d = 0;
-    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
-      weigh_columns<R, 4>(probs, rows, byte_offset, d, 4 * kLanes, first, last, state, ahead);
+    for (; d + kAtOnce * kLanes <= head_dim; d += kAtOnce * kLanes)
+      weigh_columns<R, kAtOnce>(probs, rows, byte_offset, d, kAtOnce * kLanes, first, last, state, ahead);
     for (; d < head_dim; d += kLanes)
       weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state, ahead);
   }

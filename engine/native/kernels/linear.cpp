@@ -3,6 +3,8 @@
 //
 // Packed: panels of 32 outputs; in a panel, for each unit of the input (a number, or for the bf16 dot product a pair),
 // that unit of all 32 outputs.
+#include <cstdlib>
+
 #include "rows.h"
 #include "variant.h"
 
@@ -11,20 +13,50 @@ namespace {
 using headrace::LinearCall;
 using headrace::kPanel;
 
-constexpr int kMaxRows = 12;  // 12 rows x 2 vectors of sums fill the registers
+// The sums of so many rows fill the registers, with all outputs of a panel or, without AVX-512, half of them.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+constexpr int vectors_at_once(int) { return kVectors; }
+#else
+constexpr int kMaxRows = 6;
+constexpr int vectors_at_once(int num_rows) { return num_rows <= 2 ? kVectors : 1; }
+#endif
 
 struct Fp32Linear {
   typedef float Stored;
+  typedef float Input;
+  static constexpr int kInputs = 1;  // of a unit
   static int64_t num_units(int64_t width) { return width; }
+  static F16 weights_of(F16 unit, int) { return unit; }
   static F16 multiply_add(F16 sums, F16 weights, F16 input) { return fma(weights, input, sums); }
 };
 
 #if defined(__AVX512BF16__)
 struct Bf16Linear {
   typedef bf16 Stored;
+  typedef bf16 Input;
+  static constexpr int kInputs = 1;  // a pair
   static int64_t num_units(int64_t width) { return width / 2; }
+  static F16 weights_of(F16 unit, int) { return unit; }
   static F16 multiply_add(F16 sums, F16 weights, F16 input) { return DotMath::multiply_add(sums, weights, input); }
 };
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+// Weights are kept in bf16 and widened on their way; inputs are widened before.
+struct Bf16Linear {
+  typedef bf16 Stored;
+  typedef float Input;
+  static constexpr int kInputs = 2;
+  static int64_t num_units(int64_t width) { return width / 2; }
+  static F16 weights_of(F16 unit, int index) { return {weights_of(unit.low, index), weights_of(unit.high, index)}; }
+  static F16 multiply_add(F16 sums, F16 weights, F16 input) { return fma(weights, input, sums); }
+
+ private:
+  static __m256 weights_of(__m256 unit, int index) {
+    if (index == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(unit), 16));
+    return _mm256_and_ps(unit, _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000))));
+  }
+};
+#define HEADRACE_WIDENS_INPUTS
 #endif
 
 // The next panel's share that is fetched while one group of rows is computed: so many bytes at each unit.
@@ -37,23 +69,37 @@ struct NextPanel {
 // The sums of R rows for one panel.
 template <typename Math, int R>
 inline void panel_sums(const char* in, int64_t row_bytes, const float* panel, int64_t num_units, NextPanel next,
-                       F16 (&sums)[R][kVectors]) {
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r)
+                       F16 (&all_sums)[R][kVectors]) {
+  constexpr int kAtOnce = vectors_at_once(R);
+  for (int first = 0; first < kVectors; first += kAtOnce) {
+    F16 sums[R][kAtOnce];
     HEADRACE_UNROLL
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.f);
-  for (int64_t u = 0; u < num_units; ++u) {
-    prefetch(next.begin + u * next.step);
-    prefetch(next.begin + u * next.step + next.second);
-    F16 weights[kVectors];
-    HEADRACE_UNROLL
-    for (int v = 0; v < kVectors; ++v) weights[v] = load(panel + u * kPanel + v * kLanes);
-    HEADRACE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F16 input = splat(*reinterpret_cast<const float*>(in + r * row_bytes + u * 4));
+    for (int r = 0; r < R; ++r)
       HEADRACE_UNROLL
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = Math::multiply_add(sums[r][v], weights[v], input);
+      for (int v = 0; v < kAtOnce; ++v) sums[r][v] = splat(0.f);
+    for (int64_t u = 0; u < num_units; ++u) {
+      prefetch(next.begin + u * next.step + (first ? next.second : 0));
+      if (kAtOnce == kVectors) prefetch(next.begin + u * next.step + next.second);
+      F16 units[kAtOnce];
+      HEADRACE_UNROLL
+      for (int v = 0; v < kAtOnce; ++v) units[v] = load(panel + u * kPanel + (first + v) * kLanes);
+      HEADRACE_UNROLL
+      for (int i = 0; i < Math::kInputs; ++i) {
+        F16 weights[kAtOnce];
+        HEADRACE_UNROLL
+        for (int v = 0; v < kAtOnce; ++v) weights[v] = Math::weights_of(units[v], i);
+        HEADRACE_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const F16 input = splat(*reinterpret_cast<const float*>(in + r * row_bytes + (u * Math::kInputs + i) * 4));
+          HEADRACE_UNROLL
+          for (int v = 0; v < kAtOnce; ++v) sums[r][v] = Math::multiply_add(sums[r][v], weights[v], input);
+        }
+      }
     }
+    HEADRACE_UNROLL
+    for (int r = 0; r < R; ++r)
+      HEADRACE_UNROLL
+      for (int v = 0; v < kAtOnce; ++v) all_sums[r][first + v] = sums[r][v];
   }
 }
 
@@ -61,12 +107,11 @@ template <typename Math, typename Out, int R>
 void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel next) {
   typedef typename Math::Stored Stored;
   const int64_t num_units = Math::num_units(call.width);
-  const int64_t column = panel * kPanel;
-  const char* in = static_cast<const char*>(call.in) + row * call.in_stride * int64_t(sizeof(Stored));
+  const int64_t column = panel * kPanel, row_bytes = call.in_stride * int64_t(sizeof(typename Math::Input));
+  const char* in = static_cast<const char*>(call.in) + row * row_bytes;
   prefetch_rows<Stored, Out, R>(call, row, column);
   F16 sums[R][kVectors];
-  panel_sums<Math, R>(in, call.in_stride * int64_t(sizeof(Stored)), call.weights + panel * kPanel * num_units,
-                      num_units, next, sums);
+  panel_sums<Math, R>(in, row_bytes, call.weights + panel * kPanel * num_units, num_units, next, sums);
   store_rows<Stored, Out, R>(call, row, column, sums);
 }
 
@@ -79,12 +124,14 @@ void multiply_some(const LinearCall& call, int64_t row, int count, int64_t panel
     case 4: return multiply_rows<Math, Out, 4>(call, row, panel, next);
     case 5: return multiply_rows<Math, Out, 5>(call, row, panel, next);
     case 6: return multiply_rows<Math, Out, 6>(call, row, panel, next);
+#if defined(__AVX512F__)
     case 7: return multiply_rows<Math, Out, 7>(call, row, panel, next);
     case 8: return multiply_rows<Math, Out, 8>(call, row, panel, next);
     case 9: return multiply_rows<Math, Out, 9>(call, row, panel, next);
     case 10: return multiply_rows<Math, Out, 10>(call, row, panel, next);
     case 11: return multiply_rows<Math, Out, 11>(call, row, panel, next);
-    default: return multiply_rows<Math, Out, 12>(call, row, panel, next);
+    case 12: return multiply_rows<Math, Out, 12>(call, row, panel, next);
+#endif
   }
 }
 
@@ -147,12 +194,47 @@ void multiply_typed(const LinearCall& call, int64_t first_row, int64_t last_row,
   multiply_block<Math, typename Math::Stored>(call, first_row, last_row, first_panel, last_panel);
 }
 
+#if defined(HEADRACE_WIDENS_INPUTS)
+
+// Kept by each thread: fresh memory would be mapped and unmapped at each call.
+struct WideRows {
+  ~WideRows() { std::free(numbers); }
+  float* at_least(int64_t count) {
+    if (count > size) {
+      std::free(numbers);
+      size = (count + 1023) / 1024 * 1024;
+      numbers = static_cast<float*>(std::aligned_alloc(64, size_t(size) * 4));
+    }
+    return numbers;
+  }
+  float* numbers = nullptr;
+  int64_t size = 0;
+};
+
+thread_local WideRows wide_rows;
+
+void multiply_widened(LinearCall call, int64_t first_row, int64_t last_row, int64_t first_panel, int64_t last_panel) {
+  const int64_t num_rows = last_row - first_row, width = call.width;
+  float* wide = wide_rows.at_least(num_rows * width);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const bf16* from = static_cast<const bf16*>(call.in) + (first_row + row) * call.in_stride;
+    for (int64_t i = 0; i < width; i += kLanes)
+      store_first(wide + row * width + i, load_first(from + i, int(width - i)), int(width - i));
+  }
+  // Rows are found from the first of all.
+  call.in = wide - first_row * width;
+  call.in_stride = width;
+  multiply_typed<Bf16Linear>(call, first_row, last_row, first_panel, last_panel);
+}
+
+#endif
+
 }  // namespace
 
 namespace HEADRACE_VARIANT {
 
 bool can_multiply(headrace::DType dtype) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(HEADRACE_WIDENS_INPUTS)
   return dtype == headrace::kFloat32 || dtype == headrace::kBfloat16;
 #else
   return dtype == headrace::kFloat32;
@@ -163,6 +245,8 @@ void multiply(const LinearCall& call, int64_t first_row, int64_t last_row, int64
 #if defined(__AVX512BF16__)
   if (call.dtype == headrace::kBfloat16)
     return multiply_typed<Bf16Linear>(call, first_row, last_row, first_panel, last_panel);
+#elif defined(HEADRACE_WIDENS_INPUTS)
+  if (call.dtype == headrace::kBfloat16) return multiply_widened(call, first_row, last_row, first_panel, last_panel);
 #endif
   multiply_typed<Fp32Linear>(call, first_row, last_row, first_panel, last_panel);
 }

@@ -20,6 +20,10 @@ using headrace::WeightKind;
 #if defined(__AVX512VNNI__)
 constexpr int kMaxRows = 6;  // 6 rows x 2 vectors, of whole and of real sums, fill the registers
 #define UNROLL_HERE HEADRACE_UNROLL
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kMaxRows = 4;  // 4 rows x 2 vectors of whole sums, half a panel of them, and what is multiplied
+#define UNROLL_HERE HEADRACE_UNROLL
+#define HEADRACE_HALF_PANELS
 #else
 constexpr int kMaxRows = 1;  // without the instruction nothing is gained by more
 #define UNROLL_HERE
@@ -39,7 +43,7 @@ inline I16 load_bytes(const char* p) { return _mm512_loadu_si512(p); }
 inline I16 low_halves(I16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline I16 high_halves(I16 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 
-#else
+#elif !defined(HEADRACE_HALF_PANELS)
 
 struct I16 {
   uint32_t lane[kLanes];
@@ -77,7 +81,12 @@ inline I16 high_halves(I16 a) {
 
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline F16 load_halves(const char* p) {
+  const __m128i* from = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
+}
+#elif defined(__AVX512F__)
 inline F16 load_halves(const char* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -104,6 +113,8 @@ inline F16 load_halves(const char* p) {
 constexpr int64_t group_bytes(WeightKind kind) {
   return kind == headrace::kInt8 ? kPanel * 2 + kGroup * kPanel : kPanel * 4 + kGroup * kPanel / 2;
 }
+
+#if !defined(HEADRACE_HALF_PANELS)
 
 // One group of one panel for R rows: adds to `sums`.
 template <WeightKind Kind, int R>
@@ -163,6 +174,106 @@ inline void add_group(const char* packed, const int8_t* in, int64_t row_bytes, c
   }
 }
 
+#else
+
+// The same sums by instructions that multiply 8 by 8 bits or 16 by 16 and add neighbours. Products of two numbers of
+// eight bits fill 16 bits, so those are multiplied as numbers of 16; with weights of four bits, the sums of all of a
+// group fit in.
+struct Halves {
+  __m256i low, high;  // of 16 outputs
+};
+
+inline __m256i load_line_half(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+// Inputs of a group as numbers of 16 bits: for each unit of four, the first and the third, the second and the fourth.
+struct WideGroup {
+  int32_t even[kUnits], odd[kUnits];
+};
+
+inline void widen_group(const int8_t* in, WideGroup* out) {
+  const __m256i bytes = load_line_half(reinterpret_cast<const char*>(in));
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->even), even);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->odd), _mm256_srai_epi16(bytes, 8));
+}
+
+template <int R>
+inline void dots_of_bytes(const char* weights, const WideGroup (&in)[R], Halves (&dots)[R]) {
+  const __m256i low_byte = _mm256_set1_epi16(255);
+  UNROLL_HERE
+  for (int unit = 0; unit < kUnits; ++unit) {
+    const __m256i low = load_line_half(weights + unit * kPanel * 4), high = load_line_half(weights + unit * kPanel * 4 + 32);
+    const Halves even = {_mm256_and_si256(low, low_byte), _mm256_and_si256(high, low_byte)};
+    const Halves odd = {_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8)};
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      const __m256i first = _mm256_set1_epi32(in[r].even[unit]), second = _mm256_set1_epi32(in[r].odd[unit]);
+      dots[r].low = _mm256_add_epi32(dots[r].low, _mm256_madd_epi16(even.low, first));
+      dots[r].high = _mm256_add_epi32(dots[r].high, _mm256_madd_epi16(even.high, first));
+      dots[r].low = _mm256_add_epi32(dots[r].low, _mm256_madd_epi16(odd.low, second));
+      dots[r].high = _mm256_add_epi32(dots[r].high, _mm256_madd_epi16(odd.high, second));
+    }
+  }
+}
+
+template <int R>
+inline void dots_of_half_bytes(const char* weights, const int8_t* in, int64_t row_bytes, Halves (&dots)[R]) {
+  const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  const auto add_unit = [&](int unit, __m256i low, __m256i high) {
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, in + r * row_bytes + 4 * unit, 4);
+      const __m256i input = _mm256_set1_epi32(four);
+      dots[r].low = _mm256_add_epi16(dots[r].low, _mm256_maddubs_epi16(low, input));
+      dots[r].high = _mm256_add_epi16(dots[r].high, _mm256_maddubs_epi16(high, input));
+    }
+  };
+  UNROLL_HERE
+  for (int unit = 0; unit < kUnits / 2; ++unit) {
+    const __m256i low = load_line_half(weights + unit * kLineBytes), high = load_line_half(weights + unit * kLineBytes + 32);
+    add_unit(unit, _mm256_and_si256(low, low_bits), _mm256_and_si256(high, low_bits));
+    add_unit(unit + kUnits / 2, _mm256_and_si256(_mm256_srli_epi16(low, 4), low_bits),
+             _mm256_and_si256(_mm256_srli_epi16(high, 4), low_bits));
+  }
+  UNROLL_HERE
+  for (int r = 0; r < R; ++r) {
+    dots[r].low = _mm256_madd_epi16(dots[r].low, ones);
+    dots[r].high = _mm256_madd_epi16(dots[r].high, ones);
+  }
+}
+
+// One group of one panel for R rows: adds to `sums`.
+template <WeightKind Kind, int R>
+inline void add_group(const char* packed, const int8_t* in, int64_t row_bytes, const float* scales,
+                      const int32_t* totals, int64_t num_groups, F16 (&sums)[R][kVectors]) {
+  const char* weights = packed + (Kind == headrace::kInt8 ? 2 : 4) * kPanel;
+  WideGroup wide[R];
+  if (Kind == headrace::kInt8)
+    for (int r = 0; r < R; ++r) widen_group(in + r * row_bytes, &wide[r]);
+  for (int v = 0; v < kVectors; ++v) {
+    Halves dots[R];
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      // Weights of eight bits are stored 128 too large, to have no sign.
+      const __m256i start = _mm256_set1_epi32(Kind == headrace::kInt8 ? -128 * totals[r * num_groups] : 0);
+      dots[r] = {start, start};
+    }
+    if (Kind == headrace::kInt8) dots_of_bytes<R>(weights + v * kLineBytes, wide, dots);
+    else dots_of_half_bytes<R>(weights + v * (kUnits / 2) * kLineBytes, in, row_bytes, dots);
+    const F16 scale = load_halves(packed + v * kLanes * 2);
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      F16 part = mul({_mm256_cvtepi32_ps(dots[r].low), _mm256_cvtepi32_ps(dots[r].high)}, scale);
+      if (Kind == headrace::kInt4)
+        part = fma(load_halves(packed + (kPanel + v * kLanes) * 2), splat(float(totals[r * num_groups])), part);
+      sums[r][v] = fma(part, splat(scales[r * num_groups]), sums[r][v]);
+    }
+  }
+}
+
+#endif
+
 // What is fetched meanwhile: the groups of the next panel that are this run of rows' share.
 struct NextPanel {
   const char* begin;  // null: nothing
@@ -194,13 +305,15 @@ void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel
 
 template <WeightKind Kind, typename Stored, typename Out>
 void multiply_some(const LinearCall& call, int64_t row, int count, int64_t panel, NextPanel next) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(HEADRACE_HALF_PANELS)
   switch (count) {
     case 2: return multiply_rows<Kind, Stored, Out, 2>(call, row, panel, next);
     case 3: return multiply_rows<Kind, Stored, Out, 3>(call, row, panel, next);
     case 4: return multiply_rows<Kind, Stored, Out, 4>(call, row, panel, next);
+#if defined(__AVX512VNNI__)
     case 5: return multiply_rows<Kind, Stored, Out, 5>(call, row, panel, next);
     case 6: return multiply_rows<Kind, Stored, Out, 6>(call, row, panel, next);
+#endif
   }
 #endif
   if (count == 1) multiply_rows<Kind, Stored, Out, 1>(call, row, panel, next);
@@ -243,6 +356,15 @@ inline int32_t store_bytes(F16 x, int8_t* out) {
   const __m512i whole = _mm512_cvtps_epi32(x);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(whole));
   return _mm512_reduce_add_epi32(whole);
+#elif defined(HEADRACE_HALF_PANELS)
+  const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                   _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  const __m256i eight = _mm256_add_epi32(low, high);
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 #else
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) {

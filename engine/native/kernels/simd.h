@@ -1,4 +1,5 @@
-// Sixteen floats at a time: AVX-512 where this file is compiled for it, plain loops elsewhere.
+// Sixteen floats at a time: one vector of AVX-512 or two of AVX2 where this file is compiled for them, plain loops
+// elsewhere.
 //
 // Every translation unit that includes this file is compiled for one instruction set; all names here are local
 // to it, so that the linker can't take one unit's code for another's.
@@ -8,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -87,6 +88,118 @@ inline __m256i narrow(F16 a) {
 inline void store(bf16* p, F16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
 inline void store_first(bf16* p, F16 a, int n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(a)); }
 
+#elif defined(__AVX2__)
+
+struct F16 {
+  __m256 low, high;
+};
+// All bits of a lane that is set.
+struct M16 {
+  __m256 low, high;
+};
+
+inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 add(F16 a, F16 b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline F16 sub(F16 a, F16 b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline F16 mul(F16 a, F16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline F16 div(F16 a, F16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline F16 fma(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+// A NaN in `b` comes through; one in `a` alone does not.
+inline F16 max_b(F16 a, F16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline F16 select(M16 mask, F16 yes, F16 no) {
+  return {_mm256_blendv_ps(no.low, yes.low, mask.low), _mm256_blendv_ps(no.high, yes.high, mask.high)};
+}
+inline M16 equal(F16 a, F16 b) {
+  return {_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ)};
+}
+inline M16 less(F16 a, F16 b) {
+  return {_mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ)};
+}
+template <typename Function>
+inline float across(F16 a, const Function& join) {
+  const __m256 eight = join(a.low, a.high);
+  const __m256 four = join(eight, _mm256_permute2f128_ps(eight, eight, 1));
+  const __m256 two = join(four, _mm256_permute_ps(four, 0x4e));
+  return _mm256_cvtss_f32(join(two, _mm256_permute_ps(two, 0xb1)));
+}
+inline float sum(F16 a) {
+  return across(a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); });
+}
+inline float greatest(F16 a) {
+  return across(a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); });
+}
+inline F16 round_even(F16 a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.low, kNearest), _mm256_round_ps(a.high, kNearest)};
+}
+inline __m256 scale_by_power(__m256 a, __m256 exponent) {
+  // Two factors, so that what ends below the normal range loses no more than it must.
+  const __m256 clamped = _mm256_min_ps(_mm256_max_ps(exponent, _mm256_set1_ps(-252.f)), _mm256_set1_ps(254.f));
+  const __m256i whole = _mm256_cvtps_epi32(clamped), half = _mm256_srai_epi32(whole, 1);
+  const auto power = [](__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+  };
+  return _mm256_mul_ps(_mm256_mul_ps(a, power(half)), power(_mm256_sub_epi32(whole, half)));
+}
+inline F16 scale_by_power(F16 a, F16 exponent) {
+  return {scale_by_power(a.low, exponent.low), scale_by_power(a.high, exponent.high)};
+}
+inline F16 absolute(F16 a) {
+  const __m256 sign = _mm256_set1_ps(-0.f);
+  return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+inline M16 first_lanes(int n) {
+  const __m256i count = _mm256_set1_epi32(n), places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i further = _mm256_add_epi32(places, _mm256_set1_epi32(8));
+  return {_mm256_castsi256_ps(_mm256_cmpgt_epi32(count, places)),
+          _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, further))};
+}
+inline M16 and_not(M16 a, M16 b) { return {_mm256_andnot_ps(b.low, a.low), _mm256_andnot_ps(b.high, a.high)}; }
+// Lowest lane that is set, or -1.
+inline int first_set(M16 a) {
+  const int bits = _mm256_movemask_ps(a.low) | _mm256_movemask_ps(a.high) << 8;
+  return bits ? __builtin_ctz(unsigned(bits)) : -1;
+}
+
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F16 a) {
+  _mm256_storeu_ps(p, a.low);
+  _mm256_storeu_ps(p + 8, a.high);
+}
+inline __m256 widen(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
+inline F16 load(const bf16* p) {
+  const __m128i* from = reinterpret_cast<const __m128i*>(p);
+  return {widen(_mm_loadu_si128(from)), widen(_mm_loadu_si128(from + 1))};
+}
+// bf16 in the low halves of eight lanes.
+inline __m256i narrow(__m256 a) {
+  const __m256i bits = _mm256_castps_si256(a);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan)), 16);
+}
+inline void store(bf16* p, F16 a) {
+  const __m256i packed = _mm256_packus_epi32(narrow(a.low), narrow(a.high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+template <typename T>
+inline F16 load_first(const T* p, int n) {
+  if (n >= kLanes) return load(p);
+  T lanes[kLanes] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <typename T>
+inline void store_first(T* p, F16 a, int n) {
+  if (n >= kLanes) return store(p, a);
+  T lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
 
 #else
 
