@@ -69,7 +69,7 @@ from headrace.engine.sequence import (
     SpeculationParams,
     StopConditions,
 )
-from headrace.engine.streams import StepWatch, TokenStream
+from headrace.engine.streams import StepWatch, TokenStream, UnreadPool
 from headrace.engine.tokenizer import Chat, ChatMessage, JsonObject, Tokenizer, Tool, ToolCall
 
 __all__ = [
@@ -153,3 +153,4 @@ __all__ = [
     "make_draft_model",
     "resolve_model",
 ]
+    "UnreadPool",

@@ -57,6 +57,7 @@ class AsyncEngine:
         self._constraints = ConstraintDesk(model)
         self._streams: dict[RequestId, TokenStream] = {}
         self._to_abort: set[RequestId] = set()
+        self._to_resume: set[RequestId] = set()
         self._watches: list[StepWatch] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -152,7 +153,12 @@ class AsyncEngine:
         if self._is_draining:
             raise Draining("the server is draining: it finishes what it has and takes nothing new")
         self._core.add(request)
-        stream = self._streams[request.request_id] = TokenStream(request.request_id, request.n)
+        stream = self._streams[request.request_id] = TokenStream(
+            request.request_id,
+            request.n,
+            max_unread_tokens=self._config.scheduler.max_unread_tokens,
+            on_room=self._resume,
+        )
         if self._idle.is_set():
             self._last_progress_s = time.monotonic()
             self._idle.clear()
@@ -164,6 +170,11 @@ class AsyncEngine:
         if request_id in self._streams:
             self._to_abort.add(request_id)
             self._wake.set()
+
+    def _resume(self, request_id: RequestId) -> None:
+        """Go on with a paused request before the next step."""
+        self._to_resume.add(request_id)
+        self._wake.set()
 
     async def drain(self, grace_s: float | None) -> int:
         """Take nothing new, let what there is finish.
@@ -242,6 +253,8 @@ class AsyncEngine:
         while not self._is_stopping:
             self._publish(self._core.abort(self._to_abort))
             self._to_abort.clear()
+            self._core.resume(self._to_resume)
+            self._to_resume.clear()
             self._publish(self._core.expire())
             if self._end_all:
                 self._publish(self._core.fail_all(_stopped()))
@@ -260,24 +273,34 @@ class AsyncEngine:
                 watch.put(stats)
 
     async def _rest(self) -> None:
-        """Wait until something comes, or until a batch begins that waits to be filled."""
+        """Wait until something comes, or until something is due of what there is."""
         due_s = self._core.due_s
-        if due_s is None:
+        if not self._core.has_work:
             self._idle.set()
             await self._wake.wait()
             return
         # To wait on purpose is no standstill, so the heartbeat goes on.
         self._last_progress_s = now_s = time.monotonic()
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(_HEARTBEAT_S, max(0.0, due_s - now_s))):
+            left_s = _HEARTBEAT_S if due_s is None else due_s - now_s
+            async with asyncio.timeout(min(_HEARTBEAT_S, max(0.0, left_s))):
                 await self._wake.wait()
 
     def _publish(self, events: list[RequestEvent]) -> None:
+        # What is put now, its reader has had no time to take: only what was too much before counts.
+        lagging = dict.fromkeys(
+            request_id for request_id, _ in events if self._streams[request_id].is_overfull
+        )
         for request_id, event in events:
             stream = self._streams[request_id]
             stream.put(event)
             if stream.is_finished:
                 del self._streams[request_id]
+                lagging.pop(request_id, None)
+        if lagging:
+            for request_id in lagging:
+                self._streams[request_id].pause()
+            self._publish(self._core.pause(lagging))
 
 
 def _stopped() -> Draining:

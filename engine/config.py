@@ -114,6 +114,11 @@ class SchedulerConfig:
         batching: see `BatchingPolicy`.
         static_batch_wait_s: with `BatchingPolicy.STATIC`, for how long the oldest request waits for others to
             fill up the batch that it is to be in, seconds; a batch that is full begins at once.
+        max_unread_tokens: output of one request that its reader has not taken by the next step, tokens and
+            logprobs, beyond which it is paused until half of that is left.
+        paused_hold_s: how long a paused sequence holds its blocks though nobody needs them, seconds.
+        max_num_paused: most sequences that are paused; beyond that the longest paused request of the client
+            that has the most of them is ended as overloaded.
     """
 
     max_num_seqs: int = 16
@@ -126,8 +131,14 @@ class SchedulerConfig:
     priority_ageing_s: float = 10.0
     client_weights: Mapping[str, float] = field(default_factory=dict)
     static_batch_wait_s: float = 0.05
+    max_unread_tokens: int = 1024
+    paused_hold_s: float = 10.0
+    max_num_paused: int = 1024
 
     def __post_init__(self) -> None:
+        _require_at_least("max_unread_tokens", self.max_unread_tokens, 1)
+        _require_at_least("max_num_paused", self.max_num_paused, 1)
+        _require_within("paused_hold_s", self.paused_hold_s, 0.0, 1e9)
         if not 0.0 <= self.static_batch_wait_s < math.inf:
             raise ConfigError(
                 f"static_batch_wait_s={self.static_batch_wait_s}: must be a time of 0 s or more, and finite"

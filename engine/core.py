@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass, replace
 from itertools import count
 
 from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
@@ -21,6 +20,7 @@ from headrace.engine.errors import (
     NothingToDraw,
     RequestFailed,
 )
+from headrace.engine.expiries import Expiries
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.live import LiveRequest, LiveSequence, Taken
 from headrace.engine.outputs import (
@@ -101,11 +101,12 @@ class EngineCore:
             budget=self._budget,
             speculator=self._speculator,
         )
+        self._max_num_paused = config.scheduler.max_num_paused
+        self._num_untold_preemptions = 0
         self._gate = QueueGate(config.scheduler, self._scheduler.waiting)
         self._live: dict[RequestId, LiveRequest] = {}
         self._by_sequence: dict[SequenceId, LiveSequence] = {}
-        self._expiries: list[tuple[float, int, LiveRequest]] = []
-        self._expiry_ids = count()
+        self._expiries = Expiries()
         self._sequence_ids = count()
         self._totals = StepTotals()
         self._begun: _BegunStep | None = None
@@ -119,9 +120,12 @@ class EngineCore:
 
     @property
     def due_s(self) -> float | None:
-        """When `begin_step` is to be called again if it has planned nothing and nothing comes meanwhile, by
-        the engine's clock; None for never."""
-        return self._scheduler.due_s if self._live else None
+        """When `expire` and `begin_step` are to be called again if nothing was planned and nothing comes
+        meanwhile, by the engine's clock; None for never."""
+        if not self._live:
+            return None
+        moments = (self._scheduler.due_s, self._expiries.next_s)
+        return min((due_s for due_s in moments if due_s is not None), default=None)
 
     @property
     def load(self) -> Load:
@@ -130,7 +134,10 @@ class EngineCore:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             blocks=self._kv.counts,
-            totals=self._totals,
+            totals=replace(
+                self._totals, num_preemptions=self._totals.num_preemptions + self._num_untold_preemptions
+            ),
+            num_paused=self._scheduler.parking.num_paused,
             latency=self._budget.status(self._scheduler.running, self._scheduler.waiting),
         )
 
@@ -161,43 +168,47 @@ class EngineCore:
             self._budget.check(request, self._scheduler.waiting.num_in_time)
         live = self._live[request.request_id] = LiveRequest(request)
         self._start_sequences(live, max_len, now_s)
-        expires_s = live.open[0].sequence.expires_s
-        if expires_s is not None:
-            self._drop_dead_expiries()
-            heappush(self._expiries, (expires_s, next(self._expiry_ids), live))
+        self._expiries.add(live, len(self._live))
 
     def _start_sequences(self, live: LiveRequest, max_len: int, now_s: float) -> None:
         request = live.request
         end_token_ids = request.stop.token_ids
         if not request.stop.ignore_eos:
             end_token_ids |= self._info.eos_token_ids
-        leader = None
-        for index in range(request.best_of):
-            sequence = Sequence(
-                sequence_id=SequenceId(next(self._sequence_ids)),
-                request=request,
-                max_len=max_len,
-                end_token_ids=end_token_ids,
-                arrival_s=now_s,
-                token_ids=list(request.prompt_token_ids),
-                index=index,
-                matcher=None if request.constraint is None else request.constraint.start(),
-                leader=leader,
-            )
-            leader = leader or sequence
-            text = OutputText(
-                self._tokenizer,
-                request.output,
-                request.stop,
-                is_constrained=request.constraint is not None,
-            )
-            live.open[index] = self._by_sequence[sequence.sequence_id] = LiveSequence(sequence, text, live)
+        is_constrained = request.constraint is not None
+        for sequence in live.begin(max_len, end_token_ids, now_s, self._sequence_ids):
+            text = OutputText(self._tokenizer, request.output, request.stop, is_constrained=is_constrained)
+            live.open[sequence.index] = LiveSequence(sequence, text, live)
+            self._by_sequence[sequence.sequence_id] = live.open[sequence.index]
             self._scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
         """End requests as cancelled, between steps. Ids that are not live are passed over."""
         lives = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         return [event for live in lives for event in self._cut_off(live, FinishReason.CANCELLED)]
+
+    def pause(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
+        """Compute nothing for requests whose readers lag until `resume`, between steps. Ids that are not live
+        are passed over. Where more sequences are paused than may be, requests are ended as overloaded: the
+        longest paused one of the client that has the most of them."""
+        now_s, parking = self._clock(), self._scheduler.parking
+        for live in self._open_sequences(request_ids):
+            self._scheduler.pause(live.sequence, now_s)
+        events: list[RequestEvent] = []
+        while parking.num_paused > self._max_num_paused:
+            victim = self._live[parking.most_in_the_way.request_id]
+            events.append(self._fail(victim, parking.crowded(self._max_num_paused)))
+        return events
+
+    def resume(self, request_ids: Iterable[RequestId]) -> None:
+        """Go on with requests that were paused, between steps. Ids that are not live are passed over."""
+        now_s = self._clock()
+        for live in self._open_sequences(request_ids):
+            self._scheduler.resume(live.sequence, now_s)
+
+    def _open_sequences(self, request_ids: Iterable[RequestId]) -> list[LiveSequence]:
+        lives = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        return [live for request in lives for live in request.open.values()]
 
     def fail_all(self, error: EngineError) -> list[RequestEvent]:
         """End every request with `error`, between steps."""
@@ -207,23 +218,14 @@ class EngineCore:
         """End the requests whose time limit or deadline has passed, between steps."""
         now_s = self._clock()
         events: list[RequestEvent] = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, _, live = heappop(self._expiries)
+        for live in self._expiries.due(now_s):
             deadline_s = live.request.deadline_s
-            if not live.open:
-                continue
             if deadline_s is not None and deadline_s <= now_s:
                 late = DeadlineExceeded("the deadline passed before the request was finished")
                 events.append(self._fail(live, late))
             else:
                 events += self._cut_off(live, FinishReason.TIME_LIMIT)
         return events
-
-    def _drop_dead_expiries(self) -> None:
-        # Requests end long before they expire: what waits for that must not outgrow those that are live.
-        if len(self._expiries) > 2 * len(self._live) + 64:
-            self._expiries = [entry for entry in self._expiries if entry[2].open]
-            heapify(self._expiries)
 
     def begin_step(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to do before `due_s`. `finish_step` must follow
@@ -237,10 +239,15 @@ class EngineCore:
             took_s = started_s - self._last_step.started_s - self._last_propose_s
             self._budget.observe(self._last_step.plan, took_s)
         plan, num_preemptions = self._scheduler.schedule(self._totals.num_steps, started_s)
+        self._num_untold_preemptions += num_preemptions
         self._last_step = None
         if plan is not None:
             self._begun = _BegunStep(
-                plan, num_preemptions, len(self._scheduler.waiting), started_s, planned_s=self._clock()
+                plan,
+                self._num_untold_preemptions,
+                len(self._scheduler.waiting),
+                started_s,
+                planned_s=self._clock(),
             )
         return plan
 
@@ -285,6 +292,7 @@ class EngineCore:
         )
         before, self._totals = self._totals, self._totals.plus(stats)
         self._gate.note_step(
+        self._num_untold_preemptions -= begun.num_preemptions
             self._totals.num_computed_tokens - before.num_computed_tokens,
             self._totals.step_s - before.step_s,
         )
@@ -329,10 +337,10 @@ class EngineCore:
         self, live: LiveSequence, row: ScheduledSequence, outcome: RowResult, now_s: float
     ) -> Taken | None:
         """Take in what became of a row; None if it failed."""
-        if outcome.failure is not None:
+        taken = None if outcome.failure is not None else live.take(row, outcome, now_s)
+        if taken is None:
             self._kv.withdraw(row.sequence_id)
             return None
-        taken = live.take(row, outcome, now_s)
         self._scheduler.take_in(live.sequence, row, outcome, taken.num_tokens)
         return taken
 

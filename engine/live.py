@@ -20,7 +20,7 @@ from headrace.engine.outputs import (
     Usage,
 )
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence
-from headrace.engine.sequence import Request, Sequence
+from headrace.engine.sequence import Request, Sequence, SequenceId
 from headrace.engine.text import OutputText
 
 _new_event = tuple.__new__
@@ -238,6 +238,33 @@ class LiveRequest:
             yield from told(whole._replace(prompt_logprobs=() if place else prompt_logprobs))
             yield replace(end, index=place)
 
+
+    def begin(
+        self, max_len: int, end_token_ids: frozenset[int], now_s: float, ids: Iterator[int]
+    ) -> Iterator[Sequence]:
+        """Its sequences, which wait; the first one computes the prompt for all.
+
+        Args:
+            max_len: longest that each may become, tokens.
+            end_token_ids: every id that ends one.
+            now_s: when it has come, monotonic seconds.
+            ids: of sequences.
+        """
+        request, leader = self.request, None
+        for index in range(request.best_of):
+            sequence = Sequence(
+                sequence_id=SequenceId(next(ids)),
+                request=request,
+                max_len=max_len,
+                end_token_ids=end_token_ids,
+                arrival_s=now_s,
+                token_ids=list(request.prompt_token_ids),
+                index=index,
+                matcher=None if request.constraint is None else request.constraint.start(),
+                leader=leader,
+            )
+            leader = leader or sequence
+            yield sequence
 
 def told(event: TokenEvent) -> list[OutputEvent]:
     """The event, or nothing if nothing is new in it."""

@@ -170,7 +170,7 @@ class StepStats:
 
     Args:
         num_waiting: queue length after the step was planned.
-        num_preemptions: sequences that lost their blocks while it was planned.
+        num_preemptions: sequences that lost their blocks while it was planned, or before since the last step.
         num_kv_slots_allocated, num_kv_slots_used: KV slots of live blocks, and those that hold a token.
         schedule_s, execute_s, update_s: time of its three parts, seconds.
         started_s: when it began, by the engine's monotonic clock.
@@ -358,10 +358,15 @@ class LatencyStatus:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's load now."""
+    """The engine's load now.
+
+    Args:
+        num_paused: sequences that neither run nor wait, because their reader lags.
+    """
 
     num_running: int
     num_waiting: int
     blocks: BlockCounts
     totals: StepTotals
     latency: LatencyStatus = LatencyStatus()
+    num_paused: int = 0

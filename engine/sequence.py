@@ -25,12 +25,19 @@ class SequenceStatus(Enum):
 
     WAITING = auto()
     RUNNING = auto()
+    PAUSED = auto()
+    """Its reader lags: nothing is computed for it until there is room for more."""
     FINISHED = auto()
 
 
 _ALLOWED = {
-    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.WAITING: frozenset(
+        {SequenceStatus.RUNNING, SequenceStatus.PAUSED, SequenceStatus.FINISHED}
+    ),
+    SequenceStatus.RUNNING: frozenset(
+        {SequenceStatus.WAITING, SequenceStatus.PAUSED, SequenceStatus.FINISHED}
+    ),
+    SequenceStatus.PAUSED: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
     SequenceStatus.FINISHED: frozenset[SequenceStatus](),
 }
 
@@ -154,6 +161,7 @@ class Sequence:
         num_logprobs: so many of the likeliest tokens are wanted beside each drawn one; None: no logprob is.
         is_plain: whether a draw depends on nothing but the KV and `sampling`, and tells of no prompt.
         is_late: whether its first token can't come in time any more, so that others go first.
+        paused_s: for how long it has been paused since its first token, seconds.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
         num_accepted_draft_tokens: those of them that stand in its text.
     """
@@ -176,6 +184,7 @@ class Sequence:
     num_preemptions: int = 0
     rank: Rank = (0.0, SequenceId(0))
     is_late: bool = False
+    paused_s: float = 0.0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None

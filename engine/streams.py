@@ -12,6 +12,32 @@ from headrace.engine.outputs import FailureEvent, FinishEvent, OutputEvent, Step
 from headrace.engine.sequence import RequestId
 
 _MAX_STEPS_KEPT = 256
+_EVENT_BYTES = 256
+_TOKEN_BYTES = 40
+_LOGPROB_BYTES = 160
+"""What events take in memory, rounded up."""
+
+
+class UnreadPool:
+    """What waits in several output slots together.
+
+    Args:
+        max_bytes: more than that is too much.
+        on_excess: called each time that it becomes too much; from inside the engine's round: be quick,
+            don't raise.
+    """
+
+    def __init__(self, max_bytes: int, on_excess: Callable[[], None]) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._on_excess = on_excess
+
+    def add(self, num_bytes: int) -> None:
+        """So much more waits, or less."""
+        was_excessive = self.num_bytes > self._max_bytes
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes and not was_excessive:
+            self._on_excess()
 
 
 class TokenStream:
@@ -22,10 +48,27 @@ class TokenStream:
     Args:
         request_id: the request's.
         num_sequences: how many ends make it finished.
+        max_unread_tokens: beyond so much that waits to be taken its request is to be paused; tokens, and
+            logprobs where there are any. None for no bound.
+        on_room: called once it has been paused and half of that, or less, waits.
     """
 
-    def __init__(self, request_id: RequestId, num_sequences: int = 1) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        num_sequences: int = 1,
+        *,
+        max_unread_tokens: int | None = None,
+        on_room: Callable[[RequestId], None] | None = None,
+    ) -> None:
         self.request_id = request_id
+        self.has_failed = False
+        self.num_unread_tokens = 0
+        self.num_unread_bytes = 0
+        self._max_unread_tokens = max_unread_tokens
+        self._on_room = on_room
+        self._is_paused = False
+        self._pool: UnreadPool | None = None
         self._num_open = num_sequences
         self._slot: list[OutputEvent] = []
         self._ready = asyncio.Event()
@@ -41,13 +84,35 @@ class TokenStream:
         """Add an event. For the engine alone."""
         was_empty = not self._slot
         self._slot.append(event)
+        num_tokens, num_bytes = _size(event)
+        self._count(num_tokens, num_bytes)
         if isinstance(event, FinishEvent):
             self._num_open -= 1
         elif isinstance(event, FailureEvent):
             self._num_open = 0
+            self.has_failed = True
         self._ready.set()
-        if was_empty and self._listener is not None:
+        # Of a failure its reader wants to know even if he has no room for what stands before it.
+        if (was_empty or self.has_failed) and self._listener is not None:
             self._listener(self)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether its request is to be paused, and isn't yet."""
+        most = self._max_unread_tokens
+        return most is not None and self.num_unread_tokens > most and not self._is_paused
+
+    def pause(self) -> None:
+        """Its request is paused, until enough has been taken. For the engine alone."""
+        self._is_paused = True
+
+    def count_in(self, pool: UnreadPool | None) -> None:
+        """Let what waits here count among that of others, too; no more with None."""
+        if self._pool is not None:
+            self._pool.add(-self.num_unread_bytes)
+        self._pool = pool
+        if pool is not None:
+            pool.add(self.num_unread_bytes)
 
     @property
     def is_empty(self) -> bool:
@@ -67,6 +132,7 @@ class TokenStream:
         """
         if most_tokens is None:
             events, self._slot = self._slot, []
+            self._count(-self.num_unread_tokens, -self.num_unread_bytes)
             if self._is_joining:
                 events = _joined(events)
         else:
@@ -78,12 +144,30 @@ class TokenStream:
                     num_tokens += len(event.token_ids)
                 num_events += 1
             events, self._slot = self._slot[:num_events], self._slot[num_events:]
+            for event in events:
+                taken_tokens, taken_bytes = _size(event)
+                self._count(-taken_tokens, -taken_bytes)
         if not self._slot:
             self._ready.clear()
+        self._tell_room()
         return events
 
+    def _count(self, num_tokens: int, num_bytes: int) -> None:
+        self.num_unread_tokens += num_tokens
+        self.num_unread_bytes += num_bytes
+        if self._pool is not None:
+            self._pool.add(num_bytes)
+
+    def _tell_room(self) -> None:
+        most = self._max_unread_tokens
+        if self._is_paused and most is not None and 2 * self.num_unread_tokens <= most:
+            self._is_paused = False
+            if self._on_room is not None and not self.is_finished:
+                self._on_room(self.request_id)
+
     def set_listener(self, on_ready: Callable[[TokenStream], None]) -> None:
-        """Call `on_ready` each time the empty slot gets something, and now if it holds something already.
+        """Call `on_ready` each time the empty slot gets something, when the request fails, and now if there
+        is something already.
 
         It is called on the event loop's thread from inside the engine's round: be quick, don't raise.
         """
@@ -113,6 +197,18 @@ def _joined(events: list[OutputEvent]) -> list[OutputEvent]:
         else:
             joined.append(event)
     return [*joined, TokenEvent.joined(run)] if run else joined
+
+
+def _size(event: OutputEvent) -> tuple[int, int]:
+    """What an event counts that waits to be taken: tokens and logprobs; and about so many bytes."""
+    if not isinstance(event, TokenEvent):
+        return 0, _EVENT_BYTES
+    num_tokens, num_logprobs = len(event.token_ids), 0
+    for entries in (event.logprobs, event.prompt_logprobs):
+        if entries:
+            num_logprobs += sum(1 + len(entry.top) for entry in entries)
+    num_bytes = _EVENT_BYTES + _TOKEN_BYTES * num_tokens + len(event.text) + _LOGPROB_BYTES * num_logprobs
+    return num_tokens + num_logprobs, num_bytes
 
 
 class StepWatch:

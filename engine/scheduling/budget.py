@@ -170,7 +170,7 @@ class LatencyBudget:
                 num_decodes += 1
                 num_context += len(sequence.token_ids)
                 if sequence.first_token_s is not None:
-                    due_s = sequence.first_token_s + sequence.num_output_tokens * aim_s
+                    due_s = sequence.first_token_s + sequence.paused_s + sequence.num_output_tokens * aim_s
                     limit_s = min(limit_s, max(due_s - now_s, _LEAST_PACE * aim_s))
         is_dry = num_rows > num_decodes and not last.has_prefill
         self._num_dry_steps = self._num_dry_steps + 1 if is_dry else 0

@@ -49,11 +49,16 @@ class ClientLedger:
 
     def arrive(self, client: str) -> None:
         """A new sequence of a client waits."""
+        self._num_live[client] = self._num_live.get(client, 0) + 1
+        self.come_back(client)
+
+    def come_back(self, client: str) -> None:
+        """A sequence of a client waits that was away of its own will: that is no claim to what others had
+        meanwhile."""
         if client not in self._num_waiting:
             self._floor = max(self._floor, self._least_waiting())
             self._counters[client] = max(self._counters.get(client, 0.0), self._floor)
             self._idle.pop(client, None)
-        self._num_live[client] = self._num_live.get(client, 0) + 1
         self.wait(client)
 
     def wait(self, client: str) -> None:

@@ -23,6 +23,9 @@ class PlanInProgress:
     Args:
         limits: the server's.
         allowance: what promised latencies leave to prompts.
+
+    `num_preempted` counts who has been put out of the batch for it, `num_stripped` who had left the batch
+    before and has lost the blocks that it still held.
     """
 
     def __init__(self, limits: StepLimits, allowance: StepAllowance) -> None:
@@ -32,6 +35,11 @@ class PlanInProgress:
         self.num_tokens_of: dict[Sequence, int] = {}
         self.drafts_of: dict[Sequence, Drafts] = {}
         self.num_preempted = 0
+        self.num_stripped = 0
+
+    def has_room(self, num_running: int) -> bool:
+        """Whether one more sequence may have a place in the step beside so many, and a token."""
+        return self.num_tokens_left > 0 and num_running < self.limits.max_num_seqs
 
     def chunk_len(self, sequence: Sequence, num_matched_tokens: int = 0) -> int:
         """How many of a sequence's tokens may be computed in this step.

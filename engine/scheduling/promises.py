@@ -76,7 +76,8 @@ class ClassRecord:
         num_gaps = sequence.num_output_tokens - 1
         if num_gaps <= 0:
             return None
-        tpot_s = (last_s - first_s) / num_gaps
+        # For how long its own reader has held it up is no matter of the promise.
+        tpot_s = (last_s - first_s - sequence.paused_s) / num_gaps
         self._tpots_s.append(tpot_s)
         if targets.tpot_s is None:
             return None

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
 from headrace.engine.scheduling.fairness import ClientLedger
-from headrace.engine.sequence import Rank, Sequence, SequenceId
+from headrace.engine.sequence import Rank, Request, Sequence, SequenceId
 
 _rank = attrgetter("rank")
 _arrival = attrgetter("sequence_id")
@@ -26,6 +26,18 @@ _arrival = attrgetter("sequence_id")
 def rank_of(sequence: Sequence, ageing_s: float) -> Rank:
     """A sequence's place for good, best first: arrival, put earlier by its priority."""
     return sequence.arrival_s - sequence.request.priority * ageing_s, sequence.sequence_id
+
+
+def sharing_key_of(request: Request, *, prefix_caching: bool) -> str | None:
+    """Under which key a request's sequences share KV; None when they share none.
+
+    Args:
+        prefix_caching: whether those of different requests may.
+    """
+    if prefix_caching and request.uses_prefix_cache:
+        return f"shared {request.isolation_key}"
+    # The sequences of one request share its prompt, whatever it wants of others.
+    return f"private {request.request_id}" if request.best_of > 1 else None
 
 
 class SequenceQueue:

@@ -12,16 +12,18 @@ from collections.abc import Sequence as List
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from headrace.engine.config import BatchingPolicy, SchedulerConfig, SpeculationConfig
+from headrace.engine.config import SchedulerConfig, SpeculationConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
 from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.fairness import ClientLedger
+from headrace.engine.scheduling.lookahead import Lookahead
+from headrace.engine.scheduling.parking import Parking
 from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence, StepLimits, StepPlan
 from headrace.engine.scheduling.planning import PlanInProgress
-from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of
-from headrace.engine.sequence import Request, Sequence, SequenceStatus
-from headrace.engine.speculative.proposer import NO_DRAFTS
+from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of, sharing_key_of
+from headrace.engine.scheduling.static_batch import StaticBatch
+from headrace.engine.sequence import Sequence, SequenceStatus
 from headrace.engine.speculative.speculator import Speculator
 
 _MAX_MISFITS = 16
@@ -32,10 +34,11 @@ class Scheduler:
     """Owner of the waiting and the running sequences and of their places in the batch.
 
     Among running sequences a fixed rank decides, among waiting ones class, share and arrival (see `queue`).
-    What holds whatever happens: a sequence loses its blocks only to one of better rank; one that has lost
-    them comes back only when all that it knows fits again, beside what the others are about to need. So
+    What holds whatever happens: a running sequence loses its blocks only to one of better rank; one that has
+    lost them comes back only when all that it knows fits again, beside what the others are about to need. So
     between two preemptions of one sequence somebody else has given up blocks, and the best of all always
-    progresses.
+    progresses. A sequence that is paused loses its blocks to whoever needs them, and has no place in the
+    batch; the other rules know nothing of it until it waits again.
 
     Args:
         config: limits of a step.
@@ -57,6 +60,7 @@ class Scheduler:
         self.ledger = ClientLedger(config.client_weights)
         self.waiting = WaitingQueue(self.ledger, config.priority_ageing_s)
         self.running = SequenceQueue()
+        self.parking = Parking(kv, config.paused_hold_s)
         self._config = config
         self._kv = kv
         self._prefix_caching = prefix_caching
@@ -64,22 +68,23 @@ class Scheduler:
         self._speculator = speculator or Speculator(
             SpeculationConfig(), None, self._budget.costs.seconds_of_decodes
         )
+        self._lookahead = Lookahead(kv, self._speculator)
         self._limits = StepLimits(
             config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk
         )
         self.num_computed_tokens = 0
-        """Tokens of running sequences whose KV is valid, those of shared blocks once for each sequence."""
+        """Tokens whose KV is valid and held, those of shared blocks once for each sequence."""
         self._free_batch_slots = list(range(config.max_num_seqs))
         heapify(self._free_batch_slots)
-        self._static_places = 0
+        self._batch = StaticBatch(config)
         self.due_s: float | None = None
         """When the next step is to be planned though nothing comes meanwhile: by then a static batch begins
-        that is not full. None while none is waited for."""
+        that is not full, or a paused sequence has held its blocks for long enough. None for never."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         sequence.rank = rank_of(sequence, self._config.priority_ageing_s)
-        sequence.sharing_key = self._sharing_key(sequence.request)
+        sequence.sharing_key = sharing_key_of(sequence.request, prefix_caching=self._prefix_caching)
         self.ledger.arrive(sequence.request.client)
         self.waiting.add(sequence)
 
@@ -92,25 +97,57 @@ class Scheduler:
         if sequence.is_finished:
             return
         client = sequence.request.client
+        if not (self._prefix_caching and sequence.request.uses_prefix_cache):
+            self._kv.withdraw(sequence.sequence_id)
         if sequence.status is SequenceStatus.RUNNING:
-            if not (self._prefix_caching and sequence.request.uses_prefix_cache):
-                self._kv.withdraw(sequence.sequence_id)
             self._leave_batch(sequence)
-            self._static_places = 0
-        else:
+            self._batch.close()
+        elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self.ledger.stop_waiting(client)
+        self.parking.forget(sequence)
+        self.num_computed_tokens -= sequence.num_computed_tokens
         self.ledger.depart(client)
         self._kv.free(sequence.sequence_id, is_over=True)
         self._speculator.forget(sequence)
         sequence.transition(SequenceStatus.FINISHED)
 
+    def pause(self, sequence: Sequence, now_s: float) -> None:
+        """Compute nothing for a sequence until `resume`. It leaves the batch, or the queue, and holds its
+        blocks until others need them. Nothing happens to one that is paused or over.
+
+        Never called while a step is under way.
+        """
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave_batch(sequence)
+            # What drafts were given, nobody is going to write to.
+            self._kv.free(sequence.sequence_id, num_kept_tokens=sequence.num_computed_tokens)
+        elif sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+            self.ledger.stop_waiting(sequence.request.client)
+        else:
+            return
+        self.parking.pause(sequence, now_s)
+        sequence.transition(SequenceStatus.PAUSED)
+
+    def resume(self, sequence: Sequence, now_s: float) -> None:
+        """Let a paused sequence wait for a place in the batch, where its arrival puts it. Nothing happens to
+        one that isn't paused."""
+        if sequence.status is not SequenceStatus.PAUSED:
+            return
+        since_s = self.parking.resume(sequence)
+        if sequence.first_token_s is not None:
+            sequence.paused_s += now_s - since_s
+        sequence.transition(SequenceStatus.WAITING)
+        self.waiting.add(sequence)
+        self.ledger.come_back(sequence.request.client)
+
     def schedule(self, step: int, now_s: float) -> tuple[StepPlan | None, int]:
         """Plan one step.
 
         Order: decodes of running sequences, best rank first, and drafts for them; then prefill of running
-        ones; then waiting ones. A running sequence that can't grow makes the one of lowest rank give up its
-        blocks.
+        ones; then waiting ones. A running sequence that can't grow makes one that has left the batch give up
+        its blocks, and with none left the running one of lowest rank.
 
         Args:
             step: its number.
@@ -118,8 +155,8 @@ class Scheduler:
                 scheduled for the first time.
 
         Returns:
-            The plan (None when there is nothing to do before `due_s`) and how many sequences were preempted
-            for it.
+            The plan (None when there is nothing to do before `due_s`) and how many sequences have lost their
+            blocks meanwhile.
 
         Raises:
             IntegrityError: somebody waits, nobody runs, and still nothing can be planned.
@@ -127,6 +164,8 @@ class Scheduler:
         self.due_s = None
         allowance = self._budget.begin_step(self.running, len(self.waiting), now_s)
         plan = PlanInProgress(self._limits, allowance)
+        for sequence in self.parking.overdue(now_s):
+            self._strip(sequence, plan)
         block_size, reading = self._kv.layout.block_size, []
         for sequence in self.running:
             place = sequence.num_computed_tokens
@@ -141,8 +180,9 @@ class Scheduler:
                 self._grow(sequence, plan)
         if plan.num_preempted == 0 and self._speculator.is_active:
             if self.waiting:
-                self._reclaim_lookahead(plan)
-            self._add_drafts(plan)
+                self._lookahead.reclaim(plan, self.running)
+            is_awaited = bool(self.waiting) and bool(self._free_batch_slots)
+            self._lookahead.add_drafts(plan, reading, has_waiting=bool(self.waiting), is_awaited=is_awaited)
         for sequence in reading:
             self._grow(sequence, plan)
         if plan.num_preempted == 0:
@@ -152,8 +192,11 @@ class Scheduler:
                 raise IntegrityError(
                     f"{len(self.waiting)} sequences wait, nobody runs, and none can be admitted"
                 )
-            return None, plan.num_preempted
-        return StepPlan(step, plan.rows(self._kv, self._catch_up, now_s)), plan.num_preempted
+            moments = (self.due_s, self.parking.due_s)
+            self.due_s = min((due_s for due_s in moments if due_s is not None), default=None)
+            return None, plan.num_preempted + plan.num_stripped
+        rows = plan.rows(self._kv, self._catch_up, now_s)
+        return StepPlan(step, rows), plan.num_preempted + plan.num_stripped
 
     def take_in_decodes(self, sequences: List[Sequence]) -> None:
         """What `take_in` does, for sequences that have computed one token and got one, without any drafts."""
@@ -204,58 +247,36 @@ class Scheduler:
             ):
                 plan.take(sequence, num_tokens)
                 return
-            if self._reclaim_lookahead(plan):
+            if self._lookahead.reclaim(plan, self.running):
+                continue
+            parked = self.parking.victim(among_waiting=True)
+            if parked is not None:
+                self._strip(parked, plan)
                 continue
             # The lowest goes first, so the best always progresses: no request is larger than the pool.
             self._preempt(self.running.last, plan)
-
-    def _add_drafts(self, plan: PlanInProgress) -> None:
-        """Let sequences that decode have drafts, where nobody has to wait or give way for them."""
-        decoding = list(plan.num_tokens_of)
-        reading = [sequence for sequence in self.running if not sequence.is_decoding]
-        # Prompts that are under way or wait get at least half of what is left.
-        most = plan.num_tokens_left // 2 if reading or self.waiting else plan.num_tokens_left
-        drafts_of = self._speculator.plan(decoding, most)
-        if not drafts_of:
-            return
-        missing = (self._kv.num_missing_blocks(each.sequence_id, len(each.token_ids)) for each in reading)
-        spare = self._kv.num_available_blocks - sum(max(0, number) for number in missing)
-        is_awaited = bool(self.waiting) and bool(self._free_batch_slots)
-        for sequence, drafts in drafts_of.items():
-            num_tokens = sequence.num_computed_tokens + plan.num_tokens_of[sequence] + drafts.num_tokens
-            needed = max(0, self._kv.num_missing_blocks(sequence.sequence_id, num_tokens))
-            if is_awaited and needed > self._num_blocks_soon(sequence):
-                # Those that it is about to need anyway are kept from whoever waits, others are not.
-                continue
-            if needed <= spare and self._kv.allocate_slots(sequence.sequence_id, num_tokens) is not None:
-                spare -= needed
-                plan.add_drafts(sequence, drafts)
-
-    def _reclaim_lookahead(self, plan: PlanInProgress) -> int:
-        """Take back the blocks that earlier drafts were given and that the next tokens don't need; returns
-        how many."""
-        if not self._speculator.is_active:
-            return 0
-        return sum(
-            self._kv.free(
-                sequence.sequence_id,
-                num_kept_tokens=sequence.num_computed_tokens
-                + max(1, plan.num_tokens_of.get(sequence, 0))
-                + plan.drafts_of.get(sequence, NO_DRAFTS).num_tokens,
-            )
-            for sequence in self.running
-        )
 
     def _preempt(self, victim: Sequence, plan: PlanInProgress) -> None:
         """Preemption by recompute: all blocks back, all known tokens to be computed again."""
         plan.drop(victim)
         plan.num_preempted += 1
         self._leave_batch(victim)
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
+        self._give_up_blocks(victim)
         victim.transition(SequenceStatus.WAITING)
         self.waiting.add(victim)
         self.ledger.wait(victim.request.client)
+
+    def _strip(self, sequence: Sequence, plan: PlanInProgress) -> None:
+        """Let one that has left the batch lose the blocks that it still holds."""
+        plan.num_stripped += 1
+        self.parking.leave(sequence)
+        self._give_up_blocks(sequence)
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        self._kv.free(sequence.sequence_id)
+        self.num_computed_tokens -= sequence.num_computed_tokens
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
 
     def _admit(self, plan: PlanInProgress, now_s: float) -> None:
         """Let waiting sequences join, in their order.
@@ -264,27 +285,27 @@ class Scheduler:
         that nobody is admitted only to be preempted. One that doesn't fit lets others pass, `max_num_skips`
         times; then nobody behind it passes.
         """
-        if not self.waiting or not self._has_room(plan):
+        if not self.waiting or not plan.has_room(len(self.running)):
             return
-        if self._config.batching is BatchingPolicy.STATIC and not self.running:
-            self._open_static_batch(now_s)
-        reserved = sum(self._num_blocks_soon(sequence) for sequence in self.running)
+        if not self.running:
+            self.due_s = self._batch.open(self.waiting, now_s)
+        reserved = sum(self._lookahead.num_blocks_soon(sequence) for sequence in self.running)
         passed: list[Sequence] = []
         is_barred = False
         for sequence in self._candidates(now_s):
             available = self._kv.num_available_blocks - reserved
-            if not self._has_room(plan) or not self._may_join():
+            if not plan.has_room(len(self.running)) or not self._batch.may_join:
                 break
-            if is_barred or len(passed) == _MAX_MISFITS or (available <= 0 and self.running):
+            is_full = available <= 0 and not self.parking.is_holding
+            if is_barred or len(passed) == _MAX_MISFITS or (is_full and self.running):
                 break
             if sequence.is_waiting_for_leader:
                 continue
             if not self._budget.may_join(sequence):
                 break
-            match = self._match_prefix(sequence)
-            needed = self._kv.num_missing_blocks(sequence.sequence_id, len(sequence.token_ids))
-            if needed - len(match.block_ids) + match.num_unused > available:
-                self._static_places = 0
+            match = self._room_for(sequence, reserved, plan)
+            if match is None:
+                self._batch.close()
                 passed.append(sequence)
                 is_barred = sequence.num_skips >= self._config.max_num_skips
                 continue
@@ -298,7 +319,32 @@ class Scheduler:
             self._budget.join(sequence, now_s)
             if sequence.status is not SequenceStatus.RUNNING:
                 raise IntegrityError(f"sequence {sequence.sequence_id} was found to fit and then did not")
-            reserved += self._num_blocks_soon(sequence)
+            reserved += self._lookahead.num_blocks_soon(sequence)
+
+    def _room_for(self, sequence: Sequence, reserved: int, plan: PlanInProgress) -> PrefixMatch | None:
+        """What a waiting sequence finds of its beginning, once there is room for all that it knows; None if
+        there isn't. For its sake those that are paused give up their blocks; and those that wait, too, where
+        it is to be passed by nobody, or is let in before all.
+
+        Args:
+            reserved: blocks that are not for it.
+        """
+        among_waiting = not self.running or sequence.num_skips >= self._config.max_num_skips
+        has_asked = False
+        while True:
+            match = self._match_prefix(sequence)
+            needed = self._kv.num_missing_blocks(sequence.sequence_id, len(sequence.token_ids))
+            missing = needed - len(match.block_ids) + match.num_unused
+            missing -= self._kv.num_available_blocks - reserved
+            if missing <= 0:
+                return match
+            if not has_asked and missing > self.parking.num_held_blocks:
+                return None
+            has_asked = True
+            parked = self.parking.victim(among_waiting=among_waiting, but=sequence)
+            if parked is None:
+                return None
+            self._strip(parked, plan)
 
     def _candidates(self, now_s: float) -> Iterator[Sequence]:
         """Who waits, in order: those whose first token can still come in time before those that are late."""
@@ -311,48 +357,20 @@ class Scheduler:
                 yield sequence
         yield from self.waiting.in_order(now_s, late=True)
 
-    def _has_room(self, plan: PlanInProgress) -> bool:
-        """Whether one more sequence may have a place in the step, and a token."""
-        return (
-            bool(self._free_batch_slots)
-            and plan.num_tokens_left > 0
-            and len(self.running) < plan.limits.max_num_seqs
-        )
-
-    def _num_blocks_soon(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still needs for what is known and one block's worth of growth."""
-        soon = min(len(sequence.token_ids) + self._kv.layout.block_size, sequence.max_len)
-        return max(0, self._kv.num_missing_blocks(sequence.sequence_id, soon))
-
-    def _open_static_batch(self, now_s: float) -> None:
-        """Give places to as many as wait, or to nobody yet if more would have room and may still come."""
-        self._static_places = min(self._config.max_num_seqs, len(self.waiting))
-        if self._static_places < self._config.max_num_seqs:
-            due_s = min(each.arrival_s for each in self.waiting) + self._config.static_batch_wait_s
-            if now_s < due_s:
-                self.due_s, self._static_places = due_s, 0
-
-    def _may_join(self) -> bool:
-        return self._config.batching is BatchingPolicy.CONTINUOUS or self._static_places > 0
-
-    def _sharing_key(self, request: Request) -> str | None:
-        """Under which key a request's sequences share KV; None when they share none."""
-        if self._prefix_caching and request.uses_prefix_cache:
-            return f"shared {request.isolation_key}"
-        # The sequences of one request share its prompt, whatever it wants of others.
-        return f"private {request.request_id}" if request.best_of > 1 else None
-
     def _match_prefix(self, sequence: Sequence) -> PrefixMatch:
         key = sequence.sharing_key
         # Prompt logprobs come out of the computation that a match would save.
-        if key is None or sequence.num_prompt_logprobs is not None:
+        if key is None or sequence.num_prompt_logprobs is not None or self.parking.holds(sequence):
             return NO_MATCH
         return self._kv.match_prefix(sequence.sequence_id, sequence.token_ids, key)
 
     def _join_batch(self, sequence: Sequence, match: PrefixMatch) -> None:
-        self._kv.adopt(sequence.sequence_id, match)
-        sequence.num_computed_tokens = match.num_tokens
-        self.num_computed_tokens += match.num_tokens
+        if self.parking.holds(sequence):
+            self.parking.leave(sequence)
+        else:
+            self._kv.adopt(sequence.sequence_id, match)
+            sequence.num_computed_tokens = match.num_tokens
+            self.num_computed_tokens += match.num_tokens
         self._speculator.begin(sequence)
         client = sequence.request.client
         if sequence.first_scheduled_s is None:
@@ -365,12 +383,11 @@ class Scheduler:
         sequence.transition(SequenceStatus.RUNNING)
         sequence.batch_slot = heappop(self._free_batch_slots)
         self.running.add(sequence)
-        self._static_places -= 1
+        self._batch.join()
 
     def _leave_batch(self, sequence: Sequence) -> None:
+        """Its place is free; its blocks are not."""
         self.running.remove(sequence)
-        self.num_computed_tokens -= sequence.num_computed_tokens
-        self._kv.free(sequence.sequence_id)
         if sequence.batch_slot is not None:
             heappush(self._free_batch_slots, sequence.batch_slot)
             sequence.batch_slot = None

@@ -49,6 +49,7 @@ class CoreMachine(RuleBasedStateMachine):
         chunk=st.none() | st.integers(1, 5),
         max_num_skips=st.integers(0, 3),
         batching=st.sampled_from(BatchingPolicy),
+        paused_hold_s=st.sampled_from([0.0, 0.5, 100.0]),
         kind=st.sampled_from(Speculation),
         draft=st.sampled_from([next_token, useless_draft, half_right_draft]),
         draft_max_len=st.integers(4, 40),
@@ -73,6 +74,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_prefill_chunk=limits["chunk"],
             max_num_skips=limits["max_num_skips"],
             batching=limits["batching"],
+            paused_hold_s=limits["paused_hold_s"],
+            max_num_paused=3,
             speculation=speculating(kind, num_drafts if is_fixed else None, most=5),
         )
         self.core = EngineCore(
@@ -139,23 +142,30 @@ class CoreMachine(RuleBasedStateMachine):
 
     def begin_step(self) -> StepPlan | None:
         """Plan a step, when it is due; None when there is nothing to do."""
-        plan = self.core.begin_step()
-        if plan is not None or not self.core.has_work:
-            assert self.core.due_s is None
-            return plan
-        assert self.config.scheduler.batching is BatchingPolicy.STATIC
-        assert self.core.due_s is not None
-        assert self.now_s < self.core.due_s <= self.now_s + self.config.scheduler.static_batch_wait_s
-        self.now_s = self.core.due_s
-        plan = self.core.begin_step()
-        assert plan is not None, "a batch that was due has not begun"
-        return plan
+        # Time limits, the holds of the paused, a batch that is to be filled: each comes but once.
+        for _ in range(2 * len(self.requests) + 2):
+            plan = self.core.begin_step()
+            if plan is not None:
+                return plan
+            load, due_s = self.core.load, self.core.due_s
+            if load.num_running or load.num_waiting:
+                assert self.config.scheduler.batching is BatchingPolicy.STATIC
+                assert due_s is not None
+                assert self.now_s < due_s <= self.now_s + self.config.scheduler.static_batch_wait_s
+            if due_s is None:
+                assert load.blocks.live == 0, "nothing is due, and yet blocks are held"
+                return None
+            self.now_s = due_s
+            self.take(self.core.expire())
+        raise AssertionError("a step that was due has not begun")
 
     @precondition(lambda self: self.core.has_work)
     @rule(which=st.integers(0, 3))
     def step_with_a_bad_row(self, which):
         plan = self.begin_step()
-        assert plan is not None
+        if plan is None:
+            assert self.core.load.num_paused or not self.core.has_work
+            return
         rows = list(self.model.runner.execute(plan).rows)
         rows[which % len(rows)] = RowResult(failure="non-finite logits")
         events, _ = self.core.finish_step(StepResult(tuple(rows)))
@@ -163,6 +173,23 @@ class CoreMachine(RuleBasedStateMachine):
         assert len(failed) == 1
         assert isinstance(failed[0].error, RequestFailed)
         self.take(events)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def pause(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        most, before = self.config.scheduler.max_num_paused, self.core.load.num_paused
+        events = self.core.pause([request_id, RequestId("never seen")])
+        assert len(events) <= (before == most), "somebody was given up though there was room"
+        assert all(isinstance(event, FailureEvent) for _, event in events)
+        assert self.core.load.num_paused == min(most, before + 1) or self.core.load.num_paused == before
+        self.take(events)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def resume(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.core.resume([request_id, RequestId("never seen")])
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -240,7 +267,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.core.check_integrity()
         load = self.core.load
-        assert load.num_running + load.num_waiting == len(self.requests) - len(self.ended)
+        assert load.num_running + load.num_waiting + load.num_paused == len(self.requests) - len(self.ended)
         assert load.num_running <= self.config.scheduler.max_num_seqs
         assert load.blocks.free + load.blocks.cached + load.blocks.live == load.blocks.total
 
@@ -251,6 +278,7 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(5_000):
             if not self.core.has_work:
                 break
+            self.core.resume(self.requests)
             self.step()
         assert self.ended == set(self.requests)
         assert self.core.load.blocks.live == 0

@@ -7,6 +7,10 @@ from tests.support.sequences import make_sequence
 
 LEGAL = {
     (SequenceStatus.WAITING, SequenceStatus.RUNNING),
+    (SequenceStatus.WAITING, SequenceStatus.PAUSED),
+    (SequenceStatus.RUNNING, SequenceStatus.PAUSED),
+    (SequenceStatus.PAUSED, SequenceStatus.WAITING),
+    (SequenceStatus.PAUSED, SequenceStatus.FINISHED),
     (SequenceStatus.WAITING, SequenceStatus.FINISHED),
     (SequenceStatus.RUNNING, SequenceStatus.WAITING),
     (SequenceStatus.RUNNING, SequenceStatus.FINISHED),

@@ -1,6 +1,8 @@
 import asyncio
 
+from headrace.engine.errors import EngineError
 from headrace.engine.outputs import (
+    FailureEvent,
     FinishEvent,
     FinishReason,
     Timings,
@@ -10,7 +12,7 @@ from headrace.engine.outputs import (
     Usage,
 )
 from headrace.engine.sequence import RequestId
-from headrace.engine.streams import TokenStream
+from headrace.engine.streams import TokenStream, UnreadPool
 
 END = FinishEvent(0, FinishReason.STOP, None, Usage(1, 1), Timings(None, None, None, None), 0)
 
@@ -79,3 +81,67 @@ async def test_a_listener_is_called_once_per_filling_of_the_slot():
     stream.take()
     stream.put(END)
     assert len(calls) == 2
+
+
+async def test_a_failure_is_told_at_once_whatever_waits_before_it():
+    stream, calls = make_stream(), []
+    stream.set_listener(calls.append)
+    stream.put(TokenEvent(0, (1,), "a"))
+    stream.put(FailureEvent(EngineError("it broke")))
+    assert len(calls) == 2
+    assert stream.has_failed
+
+
+async def test_a_slot_that_is_too_full_asks_for_a_pause_once_and_tells_when_half_of_it_is_left():
+    told: list[str] = []
+    stream = TokenStream(RequestId("r"), max_unread_tokens=4, on_room=told.append)
+    for token_id in range(4):
+        stream.put(TokenEvent(0, (token_id,), "x"))
+    assert not stream.is_overfull
+    stream.put(TokenEvent(0, (4,), "x"))
+    assert stream.is_overfull
+    stream.pause()
+    assert not stream.is_overfull
+    stream.take(2)
+    assert (told, stream.num_unread_tokens) == ([], 3)
+    stream.take(1)
+    assert (told, stream.num_unread_tokens) == (["r"], 2)
+    stream.take()
+    assert (told, stream.num_unread_tokens, stream.num_unread_bytes) == (["r"], 0, 0)
+
+
+async def test_logprobs_fill_a_slot_as_tokens_do():
+    stream = TokenStream(RequestId("r"), max_unread_tokens=10)
+    top = TokenLogprobs(TokenLogprob(1, -1.0, 1), (TokenLogprob(1, -1.0, 1),) * 4)
+    stream.put(TokenEvent(0, (1,), "a", (top,), (top,)))
+    assert stream.num_unread_tokens == 1 + 5 + 5
+    assert stream.is_overfull
+
+
+async def test_nothing_goes_on_for_a_request_that_is_over():
+    told: list[str] = []
+    stream = TokenStream(RequestId("r"), max_unread_tokens=1, on_room=told.append)
+    stream.put(TokenEvent(0, (1, 2), "a"))
+    stream.pause()
+    stream.put(END)
+    stream.take()
+    assert told == []
+
+
+async def test_slots_that_are_counted_together_are_too_much_together_and_are_told_so_once():
+    told: list[int] = []
+    pool = UnreadPool(1000, lambda: told.append(pool.num_bytes))
+    one, other = make_stream(), make_stream()
+    one.put(TokenEvent(0, (1,), "a"))
+    for stream in (one, other):
+        stream.count_in(pool)
+    while not told:
+        other.put(TokenEvent(0, (1,), "a"))
+    other.put(TokenEvent(0, (1,), "a"))
+    assert len(told) == 1
+    assert pool.num_bytes == one.num_unread_bytes + other.num_unread_bytes > 1000
+    one.take()
+    other.count_in(None)
+    assert pool.num_bytes == 0
+    other.take()
+    assert pool.num_bytes == 0

@@ -87,8 +87,13 @@ def make_config(
     max_waiting_tokens: int = 2**21,
     priority_ageing_s: float = 10.0,
     speculation: SpeculationConfig | None = None,
+    **reading: Any,
 ) -> EngineConfig:
-    """An engine configuration small enough for a test."""
+    """An engine configuration small enough for a test.
+
+    Args:
+        reading: what is done about readers that lag, by the names of `SchedulerConfig`.
+    """
     return EngineConfig(
         model=ModelConfig(Path("unused")),
         scheduler=SchedulerConfig(
@@ -100,6 +105,7 @@ def make_config(
             batching,
             max_waiting_tokens,
             priority_ageing_s,
+            **reading,
         ),
         speculation=speculation or SpeculationConfig(),
     )

@@ -20,14 +20,21 @@ class GuessingProposer:
 
     learns_by_judging = False
     seconds_per_draft = 0.0
+    usual_chance = 0.5
 
     def note_time(self, seconds: float, num_drafts: int) -> None:
         raise AssertionError("nobody took any time to propose")
 
+    def note_catch_up(self, seconds: float, num_tokens: int, num_drafts: int) -> None:
+        raise AssertionError("there is nothing to catch up with")
+
+    def seconds_to_catch_up(self, sequence: Sequence) -> float:
+        return 0.0
+
     def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
         return (0.5,) * min(most, MAX_DRAFTS)
 
-    def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
+    def drafts(self, sequence: Sequence, num_tokens: int, least_chance: float = 0.0) -> Drafts:
         drafts: list[int] = []
         for _ in range(num_tokens):
             drafts.append(half_right_draft([*sequence.token_ids, *drafts], sequence.request.sampling.seed))
@@ -51,7 +58,9 @@ class Before:
 
     def __init__(self, scheduler: Scheduler, clients: Iterable[str], now_s: float) -> None:
         waiting = scheduler.waiting
+        self.step_s = now_s
         self.running = list(scheduler.running)
+        self.parked = [s for s in (*scheduler.parking.paused, *waiting) if s.num_computed_tokens]
         self.classes = {s.sequence_id: waiting.class_of(s, now_s) for s in waiting}
         self.skips = {s.sequence_id: s.num_skips for s in waiting}
         self.led = {s.sequence_id for s in waiting if s.is_waiting_for_leader}
@@ -62,10 +71,15 @@ class Before:
 def check_preemptions(
     kv: KVCacheManager, num_preempted: int, planned: set[SequenceId], before: Before
 ) -> None:
-    """Blocks go to better ranks only; the best of all goes on in every step."""
+    """Blocks of those that run go to better ranks only, and to nobody while others hold some that don't run;
+    the best of all goes on in every step."""
     preempted = [s for s in before.running if s.status is SequenceStatus.WAITING]
     kept = [s for s in before.running if s.status is SequenceStatus.RUNNING]
-    assert len(preempted) == num_preempted
+    stripped = [s for s in before.parked if not s.num_computed_tokens]
+    # One that is stripped may find its beginning again in the cache, and join in the same step.
+    assert len(preempted) + len(stripped) <= num_preempted <= len(preempted) + len(before.parked)
+    if preempted:
+        assert len(stripped) == len(before.parked), "others held blocks that did not run"
     for victim in preempted:
         assert all(other.rank < victim.rank for other in kept)
         assert victim.num_computed_tokens == 0
@@ -85,7 +99,8 @@ def check_admissions(
 ) -> None:
     """Whoever was passed was passed for its size, and no oftener than is allowed."""
     admitted = [s for s in scheduler.running if s.sequence_id in before.classes]
-    assert not admitted or not num_preempted, "took blocks that somebody had just been made to give up"
+    is_pressed = any(s.status is SequenceStatus.WAITING for s in before.running)
+    assert not admitted or not is_pressed, "took blocks that somebody had just been made to give up"
     if config.batching is BatchingPolicy.STATIC and before.running and admitted:
         assert not is_batch_closed
     for waiting in scheduler.waiting:
@@ -122,7 +137,9 @@ def check_sequence(kv: KVCacheManager, sequence: Sequence, num_ends: int) -> Non
         least = max(1, kv.layout.num_blocks_for(sequence.num_computed_tokens))
         assert least <= len(table) <= kv.layout.num_blocks_for(known + MAX_DRAFTS)
     else:
-        assert table == ()
         assert sequence.batch_slot is None
+        # One that was paused may still have the blocks of what it has computed, and no more.
+        num_held = 0 if sequence.is_finished else sequence.num_computed_tokens
+        assert len(table) == kv.layout.num_blocks_for(num_held)
     assert sequence.num_cached_tokens < sequence.num_prompt_tokens
     assert sequence.num_cached_tokens % kv.layout.block_size == 0

@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from itertools import count
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -46,18 +44,15 @@ from tests.support.scheduler_checks import (
     check_sequence,
     check_wait,
 )
+from tests.support.scheduler_pauses import PausingRules, num_rules
 from tests.support.shadow_kv import SharedShadowKV
 
 MAX_LEN = 40
 AGEING_S = 4.0
 WEIGHTS = {"heavy": 2.0}
-num_rules = count()
-"""How many rules have been run, over all machines of this process."""
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    scheduler: Scheduler
-
+class SchedulerMachine(PausingRules):
     @initialize(
         num_blocks=st.integers(5, 12),
         block_size=st.integers(2, 4),
@@ -71,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         static_batch_wait_s=st.sampled_from([0.0, 0.4]),
         num_drafts=st.sampled_from([None, None, 1, MAX_DRAFTS]),
         prefix_caching=st.sampled_from([True, True, False]),
+        paused_hold_s=st.sampled_from([0.0, 1.0, 1000.0]),
     )
     def start(self, *, num_blocks, block_size, num_drafts, prefix_caching, **limits):
         self.layout = CacheLayout(num_blocks + 1, block_size)
@@ -83,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority_ageing_s=AGEING_S,
             client_weights=WEIGHTS,
             static_batch_wait_s=limits["static_batch_wait_s"],
+            paused_hold_s=limits["paused_hold_s"],
         )
         self.kv = KVCacheManager(self.layout)
         proposer = None if num_drafts is None else GuessingProposer()
@@ -103,14 +100,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.has_lost_a_member = False
         self.sequences: dict[SequenceId, Sequence] = {}
         self.num_ends: dict[SequenceId, int] = {}
-
-    @property
-    def is_started(self) -> bool:
-        return hasattr(self, "scheduler")
-
-    @property
-    def live(self) -> list[Sequence]:
-        return [s for s in self.sequences.values() if not s.is_finished]
 
     @rule(
         prompt_len=st.integers(1, 12),
@@ -225,7 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.has_lost_a_member &= bool(before.running)
         plan, num_preempted = self.scheduler.schedule(self.num_steps, self.now_s)
         self.num_steps += 1
-        if plan is None and self.live:
+        self.check_holds(before.step_s)
+        if plan is None and len(self.live) > len(self.paused):
             check_wait(self.scheduler, self.config, self.now_s)
         self.now_s += 0.125
         if plan is None:
@@ -334,9 +324,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
         assert len(waiting) == len(self.scheduler.waiting)
         assert len(running) <= self.config.max_num_seqs
-        assert sorted(s.sequence_id for s in waiting + running) == sorted(s.sequence_id for s in self.live)
+        parted = waiting + running + list(self.scheduler.parking.paused)
+        assert sorted(s.sequence_id for s in parted) == sorted(s.sequence_id for s in self.live)
         assert self.scheduler.waiting.num_tokens == sum(s.max_len for s in waiting)
-        assert self.scheduler.num_computed_tokens == sum(s.num_computed_tokens for s in running)
+        assert self.scheduler.num_computed_tokens == sum(s.num_computed_tokens for s in self.live)
         places = [s.batch_slot for s in running]
         assert len(set(places)) == len(places)
         assert set(places) <= set(range(self.config.max_num_seqs))
@@ -350,9 +341,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         # A step computes at least one token; a preemption costs at most a pool's worth of them.
         bound = sum(s.max_len for s in self.live) * (2 + self.layout.num_tokens)
-        for _ in range(bound + 1):
+        for number in range(bound + 1):
             if not self.live:
                 break
+            if number % 4 == 3 and self.paused:
+                self.resume_request(self.paused[0])
             self.run_step(failing=())
         assert not self.live, "no progress"
         self.books_add_up()

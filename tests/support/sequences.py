@@ -57,6 +57,7 @@ class SchedulerHarness:
         priority_ageing_s: float = 10.0,
         client_weights: Mapping[str, float] = MappingProxyType({}),
         static_batch_wait_s: float = 0.0,
+        paused_hold_s: float = 1000.0,
     ) -> None:
         self.kv = KVCacheManager(CacheLayout(num_blocks + 1, block_size))
         config = SchedulerConfig(
@@ -68,6 +69,7 @@ class SchedulerHarness:
             priority_ageing_s=priority_ageing_s,
             client_weights=client_weights,
             static_batch_wait_s=static_batch_wait_s,
+            paused_hold_s=paused_hold_s,
         )
         self.scheduler = Scheduler(config, self.kv, prefix_caching=False)
         self.num_steps = 0
