@@ -80,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the target's first layers (default: %(default)s)",
     )
     parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        default=_USUAL.draft_vocab_size,
+        help="it proposes so many of the text's most frequent tokens and no others, which makes it "
+        "much faster; 0 is all tokens (default: %(default)s)",
+    )
+    parser.add_argument(
         "--text",
         type=Path,
         action="append",
@@ -121,6 +128,7 @@ def _settings(arguments: argparse.Namespace) -> DistillationSettings:
         target=Path(arguments.model),
         output=arguments.out,
         num_layers=arguments.layers,
+        draft_vocab_size=arguments.draft_vocab_size,
         text=tuple(arguments.text),
         num_corpus_tokens=arguments.corpus_tokens,
         training_s=60 * arguments.minutes,

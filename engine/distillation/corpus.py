@@ -6,7 +6,7 @@ A piece is written whole or not at all, so work that was broken off goes on behi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,11 +143,24 @@ class Examples:
                 "from some and judge by the others: give it more text"
             )
 
-    def most_frequent(self, count: int) -> Tensor:
-        """(C,), int64: the ids that are there most often, at most `count` of them, in ascending order."""
-        counts = torch.bincount(torch.cat([example.token_ids for example in self.learnt]))
-        present = int((counts > 0).sum())
-        return counts.topk(min(count, present)).indices.sort().values
+    def most_frequent(self, count: int, always: Collection[int] = ()) -> Tensor:
+        """(C,), int64: the ids that are there most often, in ascending order.
+
+        Args:
+            count: at most so many, or as many as `always`.
+            always: ids that are among them however often they are there.
+        """
+        counts = torch.bincount(
+            torch.cat([example.token_ids for example in self.learnt]), minlength=max(always, default=0) + 1
+        )
+        counts[list(always)] = torch.iinfo(counts.dtype).max
+        num_ids = max(min(count, int((counts > 0).sum())), len(set(always)))
+        return counts.topk(num_ids).indices.sort().values
+
+    def share_of(self, vocabulary: Tensor) -> float:
+        """Share of the tokens kept back that are in `vocabulary`, ascending ids."""
+        token_ids = torch.cat([example.token_ids for example in self.held_back])
+        return float(torch.isin(token_ids, vocabulary).float().mean())
 
     def batches(self, num_tokens: int, epoch_seed: int) -> Iterator[list[Example]]:
         """All learnt sequences once, in groups of about `num_tokens`, those of like length together.

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headrace.engine.config import (
     CacheConfig,
@@ -31,6 +32,7 @@ from headrace.engine.distillation.whole_files import write_whole
 from headrace.engine.distillation.writing import Writer
 from headrace.engine.errors import ConfigError
 from headrace.engine.models.checkpoint import CONFIG_FILE
+from headrace.engine.models.generation_defaults import declared_eos_token_ids
 from headrace.engine.models.loader import read_spec
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.native.kit import native_kit
@@ -41,7 +43,7 @@ WORK_FOLDER = "distillation"
 SETTINGS_FILE = "settings.json"
 REPORT_FILE = "report.json"
 _CHECKPOINT_FILE = "checkpoint.pt"
-PIECE_TOKENS = 32_768
+PIECE_TOKENS = 8192
 _BATCH_ROWS = 64
 _JUDGED_DRAFTS = 4
 _JUDGED_PROMPTS = 8
@@ -69,12 +71,28 @@ def distil(settings: DistillationSettings, progress: DistillationProgress) -> Dr
         corpus = Corpus(work)
         _fill_corpus(corpus, settings, progress)
         examples = Examples(corpus)
-        Training(student, examples, settings, work / _CHECKPOINT_FILE).run(progress)
-        student.save(settings.output)
+        vocabulary = _vocabulary(settings, examples)
+        share = examples.share_of(vocabulary) if settings.draft_vocab_size else 1.0
+        if settings.draft_vocab_size:
+            progress.note(f"it proposes {len(vocabulary)} tokens, {share:.1%} of those of unseen text")
+        Training(student, examples, settings, work / _CHECKPOINT_FILE, vocabulary).run(progress)
+        student.save(settings.output, vocabulary if settings.draft_vocab_size else None)
         report = _measured(settings, _beginnings(examples), student.num_parameters, progress)
+        report = replace(report, vocabulary_share=share)
         text = _as_json(report)
         write_whole(settings.output / REPORT_FILE, lambda path: _write_text(path, text))
     return report
+
+
+def _vocabulary(settings: DistillationSettings, examples: Examples) -> Tensor:
+    """(C,): the tokens that a draft model is taught to tell apart, the end of a text among them."""
+    if not settings.draft_vocab_size:
+        return examples.most_frequent(settings.num_candidates)
+    _, spec = read_spec(settings.target)
+    ends = declared_eos_token_ids(
+        settings.target, load_tokenizer(settings.target).eos_token_ids, spec.vocab_size
+    )
+    return examples.most_frequent(settings.draft_vocab_size, ends)
 
 
 @contextmanager
@@ -303,5 +321,6 @@ def _as_json(report: DraftReport) -> str:
         "drafted_tokens_per_s": round(report.drafted_tokens_per_s, 1),
         "speed_up": round(report.speed_up, 3),
         "draft_weight_dtype": report.draft_weight_dtype,
+        "vocabulary_share": round(report.vocabulary_share, 4),
     }
     return json.dumps(fields, indent=2) + "\n"

@@ -26,8 +26,10 @@ class DistillationSettings:
         max_sequence_len: longest piece of text that is learnt at once, tokens.
         batch_tokens: tokens per update.
         learning_rate: greatest one; it rises at first and falls to nothing in the end.
-        num_candidates: so many of the text's most frequent tokens are told apart while it learns; the others
-            follow from the likeness of the last layer's output, which is learnt as well.
+        draft_vocab_size: so many of the text's most frequent tokens it proposes, by a head that has rows for
+            them alone, and is taught to tell apart; 0 is all tokens, by the target's whole head.
+        num_candidates: with a whole head so many of the text's most frequent tokens are told apart while it
+            learns; the others follow from the likeness of the last layer's output, which is learnt as well.
         seed: of everything that is drawn.
     """
 
@@ -40,6 +42,7 @@ class DistillationSettings:
     max_sequence_len: int = 256
     batch_tokens: int = 512
     learning_rate: float = 2e-3
+    draft_vocab_size: int = 4096
     num_candidates: int = 8192
     seed: int = 0
 
@@ -50,10 +53,13 @@ class DistillationSettings:
             ("seed", 0),
             ("max_sequence_len", 8),
             ("batch_tokens", 8),
+            ("draft_vocab_size", 0),
             ("num_candidates", 2),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
+        if self.draft_vocab_size == 1:
+            raise ConfigError("draft_vocab_size=1 leaves nothing to tell apart: use 2 or more, or 0 for all")
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"num_layers={self.num_layers} is too large: use {MAX_LAYERS} or less")
         if self.seed > MAX_SEED:
@@ -94,6 +100,7 @@ class DraftReport:
         drafted_tokens_per_s: with it, and as many drafts as pay.
         draft_weight_dtype: how the draft model kept its weights meanwhile: "int8" where the machine has
             kernels for that, else "same".
+        vocabulary_share: share of that text's tokens that it can propose at all.
     """
 
     num_parameters: int
@@ -102,6 +109,7 @@ class DraftReport:
     plain_tokens_per_s: float
     drafted_tokens_per_s: float
     draft_weight_dtype: str = "same"
+    vocabulary_share: float = 1.0
 
     @property
     def speed_up(self) -> float:

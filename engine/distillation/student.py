@@ -20,6 +20,7 @@ from transformers.utils import logging as tell
 
 from headrace.engine.errors import ConfigError, DraftingFailed, ModelLoadError
 from headrace.engine.models.loader import read_spec
+from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE, ReducedHead
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -130,8 +131,12 @@ class Student:
             for name, value in state.items():
                 parameters[name].copy_(value)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, vocabulary: Tensor | None = None) -> None:
         """Write a model folder that any loader takes, in bfloat16, with the target's tokenizer.
+
+        Args:
+            vocabulary: (C,), int64, ascending: the tokens that it proposes, by a reduced head of their own;
+                None leaves it the whole one.
 
         Raises:
             DraftingFailed: it can't be written.
@@ -142,6 +147,10 @@ class Student:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 saved.save_pretrained(folder)
+                # One of an earlier draft model in the same folder is no part of this one.
+                (folder / REDUCED_HEAD_FILE).unlink(missing_ok=True)
+                if vocabulary is not None:
+                    ReducedHead(vocabulary, self._head[vocabulary].bfloat16()).save(folder)
                 for name in _TOKENIZER_FILES:
                     if (self._target / name).is_file():
                         shutil.copyfile(self._target / name, folder / name)

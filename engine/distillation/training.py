@@ -16,6 +16,7 @@ from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headrace.engine.distillation.corpus import Example, Examples
@@ -70,15 +71,20 @@ class Training:
         student: what learns.
         examples: what from.
         checkpoint: file that its state is kept in from time to time.
+        vocabulary: (C,), int64: tokens that it is taught to tell apart.
     """
 
     def __init__(
-        self, student: Student, examples: Examples, settings: DistillationSettings, checkpoint: Path
+        self,
+        student: Student,
+        examples: Examples,
+        settings: DistillationSettings,
+        checkpoint: Path,
+        vocabulary: Tensor,
     ) -> None:
         self._student, self._examples, self._settings = student, examples, settings
         self._checkpoint = checkpoint
-        self._candidates = examples.most_frequent(settings.num_candidates)
-        self._rows = student.head_rows(self._candidates)
+        self._rows = student.head_rows(vocabulary)
         # Some of a hidden state's numbers are a hundred times as large as others: each is measured by its own
         # usual size, or a few would be all that is learnt.
         some = torch.cat([example.hidden for example in examples.learnt[:_MEASURED_EXAMPLES]]).float()

@@ -14,7 +14,7 @@ from itertools import count
 from headrace.engine.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.errors import ConfigError, InvalidRequest, NoChatTemplate
-from headrace.engine.outputs import FailureEvent, TokenEvent
+from headrace.engine.outputs import FailureEvent, FinishEvent, TokenEvent
 from headrace.engine.runner.protocol import LoadedModel
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import OutputParams, Request, RequestId, StopConditions
@@ -24,7 +24,8 @@ _MARK = "headrace-mark"
 _ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 """Answers are drafted at all of them, at the lowest most of all."""
 _MAX_MESSAGE_TOKENS = 64
-_AT_ONCE = 256
+_UNSAID_AT_MOST = 256
+"""After so many messages in a row that say nothing there will be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Writer:
             time.monotonic,
             draft_max_len=model.draft_max_len,
         )
+        self._num_rows = config.scheduler.max_num_seqs
         self._numbers = count(seed * 1_000_000)
 
     @property
@@ -84,24 +86,48 @@ class Writer:
         """
         max_len = min(max_len, self._model.info.max_model_len)
         conversation = conversation_of(self._model.tokenizer)
+        if conversation is None:
+            yield from self._texts_from_nothing(max_len)
+        else:
+            yield from self._conversations(conversation, max_len)
+
+    def _texts_from_nothing(self, max_len: int) -> Iterator[tuple[int, ...]]:
+        open_texts: dict[RequestId, list[int]] = {}
         while True:
-            if conversation is None:
-                yield from self._run([self._from_nothing(max_len) for _ in range(_AT_ONCE)])
-                continue
-            room = max_len - len(conversation.before) - len(conversation.after) - 1
-            if room < 1:
-                raise ConfigError(
-                    f"the target's chat template leaves no room for a message in {max_len} tokens: "
-                    "give it longer sequences, or text to learn from"
-                )
-            messages = self._run([self._message(conversation, room) for _ in range(_AT_ONCE)])
-            prompts = [self._prompt(conversation, message) for message in messages]
-            said = [prompt for prompt in prompts if prompt is not None]
-            if not said:
-                raise ConfigError(
-                    "the target makes up no messages for its chat template: give it text to learn from"
-                )
-            yield from self._run([self._answer(prompt, max_len, place) for place, prompt in enumerate(said)])
+            while len(open_texts) < self._num_rows:
+                self._begin(self._from_nothing(max_len), open_texts)
+            yield from (text for _, text in self._step(open_texts))
+
+    def _conversations(self, conversation: Conversation, max_len: int) -> Iterator[tuple[int, ...]]:
+        room = max_len - len(conversation.before) - len(conversation.after) - 1
+        if room < 1:
+            raise ConfigError(
+                f"the target's chat template leaves no room for a message in {max_len} tokens: "
+                "give it longer sequences, or text to learn from"
+            )
+        open_texts: dict[RequestId, list[int]] = {}
+        answers: set[RequestId] = set()
+        num_answers = num_unsaid = 0
+        while True:
+            # Whoever has finished makes room for the next one at once, so that every step is full.
+            while len(open_texts) < self._num_rows:
+                self._begin(self._message(conversation, room), open_texts)
+            for request_id, text in self._step(open_texts):
+                if request_id in answers:
+                    answers.remove(request_id)
+                    yield text
+                    continue
+                prompt = self._prompt(conversation, text)
+                num_unsaid = num_unsaid + 1 if prompt is None else 0
+                if prompt is not None:
+                    answer = self._answer(prompt, max_len, num_answers)
+                    answers.add(answer.request_id)
+                    num_answers += 1
+                    self._begin(answer, open_texts)
+                elif num_unsaid == _UNSAID_AT_MOST:
+                    raise ConfigError(
+                        "the target makes up no messages for its chat template: give it text to learn from"
+                    )
 
     def greedy_answers(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
         """What the model says to each prompt, prompt included, none ended before its time.
@@ -147,16 +173,29 @@ class Writer:
 
     def _run(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """What comes of each request, prompt included, in their order."""
-        written = {request.request_id: list(request.prompt_token_ids) for request in requests}
+        open_texts: dict[RequestId, list[int]] = {}
         for request in requests:
-            self._core.add(request)
-        while self._core.has_work:
-            plan = self._core.begin_step()
-            assert plan is not None, "nobody else keeps blocks, and no request waits for a reader"
-            events, _ = self._core.finish_step(self._model.runner.execute(plan))
-            for request_id, event in events:
-                if isinstance(event, TokenEvent):
-                    written[request_id] += event.token_ids
-                elif isinstance(event, FailureEvent):
-                    raise event.error
-        return [tuple(token_ids) for token_ids in written.values()]
+            self._begin(request, open_texts)
+        written: dict[RequestId, tuple[int, ...]] = {}
+        while open_texts:
+            written.update(self._step(open_texts))
+        return [written[request.request_id] for request in requests]
+
+    def _begin(self, request: Request, open_texts: dict[RequestId, list[int]]) -> None:
+        self._core.add(request)
+        open_texts[request.request_id] = list(request.prompt_token_ids)
+
+    def _step(self, open_texts: dict[RequestId, list[int]]) -> list[tuple[RequestId, tuple[int, ...]]]:
+        """Go on with every text by a step; takes out and gives those that have ended."""
+        plan = self._core.begin_step()
+        assert plan is not None, "nobody else keeps blocks, and no request waits for a reader"
+        events, _ = self._core.finish_step(self._model.runner.execute(plan))
+        ended = []
+        for request_id, event in events:
+            if isinstance(event, TokenEvent):
+                open_texts[request_id] += event.token_ids
+            elif isinstance(event, FailureEvent):
+                raise event.error
+            elif isinstance(event, FinishEvent):
+                ended.append((request_id, tuple(open_texts.pop(request_id))))
+        return ended

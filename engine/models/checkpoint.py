@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.json_file import JsonFields, read_json_object
+from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -215,8 +216,8 @@ def _no_weights(folder: Path) -> ModelLoadError:
 def _warn_of_extra_files(folder: Path, files: Iterable[str]) -> None:
     suffixes = (".safetensors", *_PICKLE_SUFFIXES)
     extras = {path.name for path in folder.iterdir() if path.name.endswith(suffixes)} - set(files)
-    # Trainers leave pickled arguments beside the weights.
-    if extras := extras - {"training_args.bin"}:
+    # Trainers leave pickled arguments beside the weights, and a draft model's head has a file of its own.
+    if extras := extras - {"training_args.bin", REDUCED_HEAD_FILE}:
         _log.warning(
             "%s: these files are not part of the model and are ignored: %s", folder, _listed(sorted(extras))
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionStep
 from headrace.engine.models.decoder_layer import DecoderLayer, WeightSource, make_norm
 from headrace.engine.models.layers import make_linear, soft_capped
+from headrace.engine.models.reduced_head import ReducedHead
 from headrace.engine.models.rope import RotaryTable
 from headrace.engine.models.spec import EMBEDDING, FINAL_NORM, HEAD, DecoderSpec
 from headrace.engine.native.kit import native_kit
@@ -31,12 +32,14 @@ class Decoder:
         *,
         max_len: int,
         weight_kind: WeightKind = WeightKind.SAME,
+        reduced_head: ReducedHead | None = None,
     ) -> None:
         """Take every tensor of `spec.tensors()` from `weights` and lay it out for its device.
 
         Args:
             max_len: longest sequence, tokens; positions stay below it.
             weight_kind: how the weights of linear layers are kept. Embedding and norms stay as they are.
+            reduced_head: gives logits of some tokens alone, in the place of the model's own head.
         """
         self._spec = spec
         self._embedding = weights.read(EMBEDDING)
@@ -46,7 +49,11 @@ class Decoder:
         # A packed head keeps its own copy: the lookup below needs the embedding row by row.
         # What the head gets wrong no later layer can mend: it has eight bits at least.
         head_kind = WeightKind.INT8 if weight_kind is WeightKind.INT4 else weight_kind
-        self._head = make_linear(self._embedding if spec.tied_head else weights.read(HEAD), kind=head_kind)
+        head = self._embedding if spec.tied_head else weights.read(HEAD)
+        if reduced_head is not None:
+            head = reduced_head.weight.to(device=self.device, dtype=self.dtype)
+        self._num_logits = head.shape[0]
+        self._head = make_linear(head, kind=head_kind)
         # The reference rounds the factor to the model's type, and so the model was trained.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype).item()
         self._rotary = [
@@ -121,10 +128,10 @@ class Decoder:
             hidden: (R, hidden size).
 
         Returns:
-            (R, V), fp32.
+            (R, V), fp32; (R, rows of the reduced head) where it has one.
         """
         if hidden.shape[0] == 0:
-            return torch.empty((0, self._spec.vocab_size), dtype=torch.float32, device=self.device)
+            return torch.empty((0, self._num_logits), dtype=torch.float32, device=self.device)
         logits = self._head.wide(hidden)
         if self._spec.logits_divisor != 1.0:
             logits = logits.div_(self._spec.logits_divisor)

@@ -157,7 +157,7 @@ def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTabl
             i: proposals.weights[place] for i, place in enumerate(places) if place in proposals.weights
         }
     logits = model.logits(hidden)
-    sampled = draw_places(logits, rows, masks, weights)
+    sampled = draw_places(logits, rows, masks, weights, proposals.vocabulary)
     tokens = torch.stack((sampled.token_ids, sampled.is_healthy, sampled.has_choice), dim=1)
     failures = tuple(None if along is None else _failure(along[0]) for along in masks)
     return StepTables(tokens, _tell(logits, sampled.token_ids, rows), failures=failures)

@@ -31,6 +31,7 @@ def draw_places(
     rows: Sequence[ScheduledSequence],
     masks: Sequence[Sequence[RowMask | None] | None],
     draft_weights: Mapping[int, Tensor],
+    draft_vocabulary: Tensor | None = None,
 ) -> SampledTokens:
     """Draw the token of each place. Behind the first draft of a row that is not kept they have no meaning.
 
@@ -38,13 +39,14 @@ def draw_places(
         logits: (P, V), fp32; not changed.
         rows: R of them.
         masks: R: see `masks_of`.
-        draft_weights: by row, (drafts, V): what drafts that are judged by rejection sampling were drawn by.
+        draft_weights: by row, (drafts, C): what drafts that are judged by rejection sampling were drawn by.
+        draft_vocabulary: (C,): see `headrace.engine.sampling.rejection.judge`.
     """
     places = [place for row, along in zip(rows, masks, strict=True) for place in places_of(row, along)]
     given = distributions(logits, places)
     sampled = choose(given, places)
     if draft_weights:
-        _judge(sampled.token_ids, given, rows, places, draft_weights)
+        _judge(sampled.token_ids, given, rows, places, draft_weights, vocabulary=draft_vocabulary)
     return sampled
 
 
@@ -74,6 +76,8 @@ def _judge(
     rows: Sequence[ScheduledSequence],
     places: Sequence[SampledRow],
     draft_weights: Mapping[int, Tensor],
+    *,
+    vocabulary: Tensor | None,
 ) -> None:
     """Put what rejection sampling says into the places of the drafts that it judges."""
     drawn_at = {place: i for i, place in enumerate(given.drawn)}
@@ -93,4 +97,5 @@ def _judge(
         torch.cat([draft_weights[i] for i in sorted(draft_weights)]),
         torch.tensor(drafts, device=device),
         [places[place] for place in judged],
+        vocabulary,
     )

@@ -5,7 +5,7 @@ Letters: R rows, D drawn (not greedy) rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from headrace.engine.sampling.reductions import RUN, cumulated_runs, highest, ru
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.truncation import token_weights
 
+Adjusting = Callable[[Tensor, Sequence[SampledRow]], None]
+"""See `headrace.engine.sampling.adjustments.adjust`."""
 _BELOW_ONE = 1.0 - 2.0**-53
 
 
@@ -53,12 +55,13 @@ class Distributions:
     weights: Tensor | None
 
 
-def distributions(logits: Tensor, rows: Sequence[SampledRow]) -> Distributions:
+def distributions(logits: Tensor, rows: Sequence[SampledRow], adjusting: Adjusting = adjust) -> Distributions:
     """Apply each row's controls, by the order of operations that `SamplingParams` gives.
 
     Args:
         logits: (R, V), fp32; not changed.
         rows: R of them.
+        adjusting: changes the logits of the rows that want it, in place.
     """
     peaks, token_ids = highest(logits)
     is_healthy = has_choice = torch.isfinite(peaks)
@@ -67,7 +70,7 @@ def distributions(logits: Tensor, rows: Sequence[SampledRow]) -> Distributions:
         # A copy: whoever tells logprobs reads the model's own logits.
         which = torch.tensor(adjusted, device=logits.device)
         changed = logits.index_select(0, which)
-        adjust(changed, [rows[i] for i in adjusted])
+        adjusting(changed, [rows[i] for i in adjusted])
         peaks[which], token_ids[which] = highest(changed)
         has_choice = torch.isfinite(peaks)
         logits = changed if len(adjusted) == len(rows) else logits.index_copy(0, which, changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from headrace.engine.outputs import TokenLogprobs
@@ -21,12 +21,15 @@ class DraftWork:
         num_drafts: how many tokens it then proposes; 0 lets it catch up only.
         is_coupled: whether they are drawn by the numbers that the target draws by, and kept where they are
             equal; if not, they are judged by rejection sampling. Makes no difference to greedy rows.
+        least_chance: it stops short of `num_drafts` behind a draft where it holds all so far together less
+            likely than this.
     """
 
     first_position: int
     token_ids: tuple[int, ...]
     num_drafts: int = 0
     is_coupled: bool = True
+    least_chance: float = 0.0
 
     @property
     def end_position(self) -> int:
@@ -128,6 +131,22 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the forward pass computes."""
         return sum(row.num_planned_tokens for row in self.rows)
+
+
+def as_run(plan: StepPlan, result: StepResult) -> StepPlan:
+    """The plan with as many drafts as were made: the draft model may make fewer than were planned."""
+    if all(
+        row.draft is None or row.draft.num_drafts == outcome.num_draft_tokens
+        for row, outcome in zip(plan.rows, result.rows, strict=True)
+    ):
+        return plan
+    rows = (
+        row
+        if row.draft is None
+        else row._replace(draft=replace(row.draft, num_drafts=outcome.num_draft_tokens))
+        for row, outcome in zip(plan.rows, result.rows, strict=True)
+    )
+    return StepPlan(plan.step, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 It holds no state of any sequence: what it computes is a function of the plan and of its KV pool, and what it
 writes there is a function of the plan. So a step may be run again. Which of its KV is valid is known where
 steps are planned.
-Letters: R rows, N drafts of a row, V vocabulary of the target model.
+Letters: R rows, N drafts of a row, V vocabulary of the target model, C tokens that the draft model proposes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.batch import build_batch
 from headrace.engine.models.forward import ForwardModel
+from headrace.engine.sampling.adjustments import adjust
 from headrace.engine.sampling.constraint import RowConstraint
 from headrace.engine.sampling.draws import Purpose
 from headrace.engine.sampling.row import SampledRow
@@ -32,15 +33,17 @@ class Proposals:
 
     Args:
         plan: every draft is a token of its row.
-        weights: by the place of a row in the plan, (N, V): what its drafts were drawn by, up to a factor per
+        weights: by the place of a row in the plan, (N, C): what its drafts were drawn by, up to a factor per
             draft. Only for rows whose drafts are judged by rejection sampling.
         failed: places of rows that the draft model was given work for and could not do it. Its KV of them is
             not to be trusted.
+        vocabulary: (C,), int64, ascending: the tokens that `weights` are of; None: all.
     """
 
     plan: StepPlan
     weights: dict[int, Tensor] = field(default_factory=dict)
     failed: frozenset[int] = frozenset()
+    vocabulary: Tensor | None = None
 
     @staticmethod
     def none(plan: StepPlan) -> Proposals:
@@ -59,6 +62,7 @@ class _Drafting:
     token_ids: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     is_failed: bool = False
+    chance: float = 1.0
 
     def sampled_row(self) -> SampledRow:
         """How its next draft is chosen: by all the controls that the target's token there is chosen by."""
@@ -80,6 +84,11 @@ class _Drafting:
         )
 
     @property
+    def least_chance(self) -> float:
+        """See `DraftWork`."""
+        return 0.0 if self.row.draft is None else self.row.draft.least_chance
+
+    @property
     def is_coupled(self) -> bool:
         """See `DraftWork`."""
         return self.row.draft is None or self.row.draft.is_coupled
@@ -94,6 +103,8 @@ class DraftModel:
         block_size: tokens per block.
         vocab_size: V.
         num_common_ids: so many ids, from 0 on, mean the same token to both models; no other is proposed.
+        vocabulary: (C,), int64, ascending, all of them common: the tokens that the model gives logits of,
+            where it has a reduced head.
     """
 
     def __init__(
@@ -104,19 +115,22 @@ class DraftModel:
         block_size: int,
         vocab_size: int,
         num_common_ids: int,
+        vocabulary: Tensor | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._num_common_ids = num_common_ids
+        self._vocabulary = vocabulary
+        self._proposed_ids = None if vocabulary is None else vocabulary.tolist()
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Proposals:
         """Catch up where the plan says so, and put drafts where it wants some.
 
-        A row gets fewer than it wants where the draft model's own numbers are not finite, or where the
-        request's controls leave it nothing to choose.
+        A row gets fewer than it wants where the draft model's own numbers are not finite, where the request's
+        controls leave it nothing to choose, or where the draft model doubts what it has proposed.
         """
         working = [(place, row) for place, row in enumerate(plan.rows) if row.draft is not None]
         rows = [_catching_up(row, self._num_common_ids) for _, row in working]
@@ -129,7 +143,7 @@ class DraftModel:
         while going_on:
             rows = [_next_row(each, self._num_common_ids) for each in going_on]
             going_on = self._step(plan.step, rows, going_on)
-        return _put_in(plan, drafting)
+        return replace(_put_in(plan, drafting), vocabulary=self._vocabulary)
 
     def _step(
         self, step: int, rows: Sequence[ScheduledSequence], drafting: Sequence[_Drafting]
@@ -142,29 +156,52 @@ class DraftModel:
             return []
         logits = self._widened(self._model.logits(hidden))
         sampled_rows = [each.sampled_row() for each in drafting]
-        given = distributions(logits, sampled_rows)
+        given = distributions(logits, sampled_rows, self._adjust)
         chosen = choose(given, sampled_rows)
         is_healthy, has_choice = torch.stack((chosen.is_healthy, chosen.has_choice)).tolist()
         place_of = {row: i for i, row in enumerate(given.drawn)}
+        chances = _chances(logits, chosen.token_ids) if any(each.least_chance for each in drafting) else None
         going_on = []
         for i, (each, token_id) in enumerate(zip(drafting, chosen.token_ids.tolist(), strict=True)):
             # This hangs on the distribution alone, not on the token: else some tokens would be favoured.
             each.is_failed = not is_healthy[i]
             if not is_healthy[i] or not has_choice[i]:
                 continue
-            each.token_ids.append(token_id)
+            each.token_ids.append(token_id if self._proposed_ids is None else self._proposed_ids[token_id])
             if given.weights is not None and i in place_of and not each.is_coupled:
                 each.weights.append(given.weights[place_of[i]])
-            if len(each.token_ids) < each.num_wanted:
+            # The draft itself is judged, however unlikely: only whether another one follows hangs on it.
+            each.chance *= 1.0 if chances is None else chances[i]
+            if len(each.token_ids) < each.num_wanted and each.chance >= each.least_chance:
                 going_on.append(each)
         return going_on
 
     def _widened(self, logits: Tensor) -> Tensor:
-        """(R, V): logits of the draft model's own vocabulary, impossible where that is not the target's."""
+        """(R, V): logits of the draft model's own vocabulary, impossible where that is not the target's;
+        (R, C) with a reduced head."""
         num_common = self._num_common_ids
+        if self._vocabulary is not None:
+            return logits
         if logits.shape[1] == self._vocab_size == num_common:
             return logits
         return F.pad(logits[:, :num_common], (0, self._vocab_size - num_common), value=-math.inf)
+
+    def _adjust(self, logits: Tensor, rows: Sequence[SampledRow]) -> None:
+        """Apply the controls, which speak of the target's tokens, to (R, C) logits."""
+        if self._vocabulary is None:
+            adjust(logits, rows)
+            return
+        wide = logits.new_full((len(rows), self._vocab_size), -math.inf)
+        wide[:, self._vocabulary] = logits
+        adjust(wide, rows)
+        logits.copy_(wide[:, self._vocabulary])
+
+
+def _chances(logits: Tensor, token_ids: Tensor) -> list[float]:
+    """R of them: how likely the draft model itself holds these tokens."""
+    chosen = logits.gather(1, token_ids[:, None]).squeeze(1)
+    chances: list[float] = (chosen - logits.logsumexp(dim=-1)).exp().tolist()
+    return chances
 
 
 def _catching_up(row: ScheduledSequence, num_common_ids: int) -> ScheduledSequence:

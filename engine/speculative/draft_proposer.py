@@ -64,7 +64,7 @@ class DraftModelProposer:
         self._draft_sampling = draft_sampling
         self._states: dict[SequenceId, _State] = {}
         self._shared = KeptRate(_SLOW_FORGET)
-        self._seconds_per_draft = 0.0
+        self._seconds_per_draft = self._seconds_per_token = 0.0
 
     @property
     def seconds_per_draft(self) -> float:
@@ -73,9 +73,23 @@ class DraftModelProposer:
 
     def note_time(self, seconds: float, num_drafts: int) -> None:
         """See `Proposer.note_time`."""
-        taken = seconds / num_drafts
-        known = self._seconds_per_draft
-        self._seconds_per_draft = known * _FADES + taken * (1 - _FADES) if known else taken
+        self._seconds_per_draft = _faded(self._seconds_per_draft, seconds / num_drafts)
+
+    @property
+    def usual_chance(self) -> float:
+        """See `Proposer.usual_chance`."""
+        return self._shared.chance(_PRIOR, _PRIOR_WEIGHT)
+
+    def note_catch_up(self, seconds: float, num_tokens: int, num_drafts: int) -> None:
+        """See `Proposer.note_catch_up`."""
+        # The first draft comes with the tokens that are caught up with.
+        taken = max(0.0, seconds - max(0, num_drafts - 1) * self._seconds_per_draft) / num_tokens
+        self._seconds_per_token = _faded(self._seconds_per_token, taken)
+
+    def seconds_to_catch_up(self, sequence: Sequence) -> float:
+        """See `Proposer.seconds_to_catch_up`."""
+        num_missing = len(sequence.token_ids) - self._state(sequence).num_computed
+        return max(0, num_missing - 1) * self._seconds_per_token
 
     def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
         """See `Proposer.offer`."""
@@ -87,11 +101,15 @@ class DraftModelProposer:
         if state.num_resting > 0:
             state.num_resting -= 1
             return ()
-        usual = state.rate.chance(self._shared.chance(_PRIOR, _PRIOR_WEIGHT), _PRIOR_WEIGHT)
+        usual = state.rate.chance(self.usual_chance, _PRIOR_WEIGHT)
         return tuple(state.rates[place].chance(usual, _PLACE_WEIGHT) for place in range(most))
 
-    def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
-        """See `Proposer.drafts`; one that has too much to catch up with proposes nothing yet."""
+    def drafts(self, sequence: Sequence, num_tokens: int, least_chance: float = 0.0) -> Drafts:
+        """See `Proposer.drafts`; one that has too much to catch up with proposes nothing yet.
+
+        Only of greedy tokens the draft model can tell how likely they are to be kept: what is drawn is kept
+        as often as two distributions overlap.
+        """
         state = self._state(sequence)
         end = len(sequence.token_ids)
         is_late = end - state.num_computed > MAX_CATCH_UP
@@ -100,8 +118,11 @@ class DraftModelProposer:
             return NO_DRAFTS
         if is_late:
             return Drafts(work=work)
+        if not sequence.request.sampling.is_greedy:
+            least_chance = 0.0
+        is_coupled = self._is_coupled(sequence)
         return Drafts(
-            work=DraftWork(work.first_position, work.token_ids, num_tokens, self._is_coupled(sequence))
+            work=DraftWork(work.first_position, work.token_ids, num_tokens, is_coupled, least_chance)
         )
 
     def catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:
@@ -127,6 +148,10 @@ class DraftModelProposer:
             return
         if row.draft.num_drafts > 0:
             state.last_rest = 0
+            if outcome.num_draft_tokens == 0:
+                # The request's controls leave it nothing to propose: asking costs as much as a refused draft.
+                state.rates[0].add(is_kept=False)
+                state.rate.add(is_kept=False)
         # The last draft was proposed and not computed; those that were refused are not the text's.
         num_valid = max(0, min(num_kept, outcome.num_draft_tokens - 1))
         state.num_computed = row.draft.end_position + num_valid
@@ -165,3 +190,7 @@ class DraftModelProposer:
         if end_position <= first:
             return None
         return DraftWork(first, tuple(sequence.token_ids[first:end_position]))
+
+
+def _faded(known: float, new: float) -> float:
+    return known * _FADES + new * (1 - _FADES) if known else new

@@ -128,6 +128,7 @@ class PromptLookup:
 
     learns_by_judging = False
     seconds_per_draft = 0.0
+    usual_chance = 0.0
 
     def __init__(self) -> None:
         self._states: dict[SequenceId, _State] = {}
@@ -159,7 +160,7 @@ class PromptLookup:
             match_len += 1
         return tuple(chances)
 
-    def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
+    def drafts(self, sequence: Sequence, num_tokens: int, least_chance: float = 0.0) -> Drafts:
         """See `Proposer.drafts`."""
         return Drafts(self._state(sequence)[0].guess(num_tokens))
 
@@ -170,6 +171,13 @@ class PromptLookup:
 
     def note_time(self, seconds: float, num_drafts: int) -> None:
         """See `Proposer.note_time`: its own takes none of a step's."""
+
+    def note_catch_up(self, seconds: float, num_tokens: int, num_drafts: int) -> None:
+        """See `Proposer.note_catch_up`: there is nothing to catch up with in a step."""
+
+    def seconds_to_catch_up(self, sequence: Sequence) -> float:
+        """See `Proposer.seconds_to_catch_up`."""
+        return 0.0
 
     def observe(self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult) -> None:
         """See `Proposer.observe`: what it has to learn it sees in the text."""

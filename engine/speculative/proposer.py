@@ -47,12 +47,29 @@ class Proposer(Protocol):
         """What one more draft costs in time beyond its place in the target's step, if every row gets one."""
         ...
 
+    @property
+    def usual_chance(self) -> float:
+        """How often a draft is kept in a sequence of which nothing is known yet."""
+        ...
+
     def note_time(self, seconds: float, num_drafts: int) -> None:
         """Learn what proposing took in a step.
 
         Args:
             num_drafts: the most of one row, at least one.
         """
+        ...
+
+    def note_catch_up(self, seconds: float, num_tokens: int, num_drafts: int) -> None:
+        """Learn what it took in a step to catch up with so many tokens of all rows, and propose then.
+
+        Args:
+            num_drafts: the most of one row.
+        """
+        ...
+
+    def seconds_to_catch_up(self, sequence: Sequence) -> float:
+        """What has to be done for a sequence before anything is proposed, in time."""
         ...
 
     def offer(self, sequence: Sequence, most: int, least_gain: float = 0.0) -> tuple[float, ...]:
@@ -67,8 +84,12 @@ class Proposer(Protocol):
         """
         ...
 
-    def drafts(self, sequence: Sequence, num_tokens: int) -> Drafts:
-        """Propose so many of the tokens that were offered just now, at least one."""
+    def drafts(self, sequence: Sequence, num_tokens: int, least_chance: float = 0.0) -> Drafts:
+        """Propose so many of the tokens that were offered just now, at least one.
+
+        Args:
+            least_chance: no more behind tokens that are all kept less often than this, as far as can be told.
+        """
         ...
 
     def catch_up(self, sequence: Sequence, end_position: int) -> DraftWork | None:

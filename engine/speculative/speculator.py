@@ -19,9 +19,17 @@ _PROBE_EVERY = 32
 _PROBE_EVERY_AT_MOST = 512
 _HOPE = 0.8
 """A sequence that gets no drafts is given one now and then where so high an acceptance would pay."""
+_TRIAL_SHARE = 0.01
+"""So much of the time of steps may go to such trials, what the draft model has to catch up with included."""
+_MOST_SAVED = 10.0
+"""So many steps' time for trials may be saved up: one that takes more is not made."""
+_PLAIN_EVERY = 64
+"""After so many steps with drafts in a row comes one without: else what that takes would not be known."""
+_LEAST_CHANCE = 0.1
+"""A draft behind others is taken to be kept so often at least, whatever is known of drafts in general."""
 _FEW = 16
 """A draft model that computes no more known tokens than these before it proposes shows what proposing
-takes."""
+takes; one that computes more shows what they take."""
 
 SecondsOfDecodes = Callable[[int, int], float]
 """What a step without prompts takes: (tokens that it computes, KV tokens that it reads) -> seconds."""
@@ -43,6 +51,9 @@ class Speculator:
         self._proposer = proposer
         self._seconds_of = seconds_of
         self._pauses: dict[SequenceId, _Pause] = {}
+        self._saved_s = 0.0
+        # The first step shows what one without drafts takes.
+        self._num_drafted = _PLAIN_EVERY
 
     @property
     def is_active(self) -> bool:
@@ -76,22 +87,33 @@ class Speculator:
             elif offer:
                 lengths[sequence] = min(len(offer), num_tokens_left)
                 num_tokens_left -= lengths[sequence]
+        least_chance = 0.0
         if offers:
             seconds = self._step_seconds(len(decoding) + sum(lengths.values()), context)
-            lengths |= self._adapted(offers, len(decoding), context, num_tokens_left, seconds)
-        return {sequence: proposer.drafts(sequence, number) for sequence, number in lengths.items() if number}
+            adapted = self._adapted(offers, len(decoding), context, num_tokens_left, seconds)
+            if proposer.learns_by_judging:
+                # What the last one of a row costs is what must be won by it.
+                least_chance = self._least_chance(len(decoding), seconds)
+            lengths |= adapted
+        return {
+            sequence: proposer.drafts(sequence, number, least_chance if sequence in offers else 0.0)
+            for sequence, number in lengths.items()
+            if number
+        }
 
     def catch_up(self, sequence: Sequence, end_position: int, num_running: int) -> DraftWork | None:
         """What is to be done beside a step that brings a prompt as far as `end_position`; None for nothing.
 
         Args:
-            num_running: sequences that share the batch: where so many leave nothing to be gained, a prompt's
-                draft KV can wait.
+            num_running: sequences that share the batch: where so many leave nothing to be gained, or drafts
+                are too seldom kept, a prompt's draft KV can wait.
         """
         proposer = self._proposer
         if proposer is None or self._fixed_length(sequence) == 0:
             return None
-        if proposer.learns_by_judging and not self._would_pay(num_running, num_running * end_position):
+        if proposer.learns_by_judging and not self._would_pay(
+            proposer.usual_chance, num_running, num_running * end_position
+        ):
             return None
         return proposer.catch_up(sequence, end_position)
 
@@ -117,7 +139,9 @@ class Speculator:
             return
         num_drafts = max((row.num_draft_tokens for row in result.rows), default=0)
         num_caught_up = sum(len(row.draft.token_ids) for row in plan.rows if row.draft is not None)
-        if num_drafts and num_caught_up <= _FEW:
+        if num_caught_up > _FEW:
+            self._proposer.note_catch_up(result.propose_s, num_caught_up, num_drafts)
+        elif num_drafts:
             self._proposer.note_time(result.propose_s, num_drafts)
 
     def _fixed_length(self, sequence: Sequence) -> int | None:
@@ -143,16 +167,40 @@ class Speculator:
     ) -> dict[Sequence, int]:
         chosen = choose_lengths(list(offers.values()), num_rows, num_tokens_left, seconds)
         lengths = dict(zip(offers, chosen, strict=True))
-        if self._proposer is not None and self._proposer.learns_by_judging:
-            for sequence, length in lengths.items():
-                pause = self._pauses.setdefault(sequence.sequence_id, _Pause())
-                if pause.is_over(length) and self._would_pay(num_rows, context):
-                    lengths[sequence] = 1
+        proposer = self._proposer
+        if proposer is None or not proposer.learns_by_judging:
+            return lengths
+        if any(chosen):
+            self._num_drafted += 1
+            if self._num_drafted > _PLAIN_EVERY:
+                self._num_drafted = 0
+                return dict.fromkeys(offers, 0)
+        else:
+            self._num_drafted = 0
+        _lengthen(lengths, offers, num_tokens_left - sum(chosen))
+        plain_s = seconds(0, 0)
+        self._saved_s = min(self._saved_s + _TRIAL_SHARE * plain_s, _MOST_SAVED * plain_s)
+        for sequence, length in lengths.items():
+            pause = self._pauses.setdefault(sequence.sequence_id, _Pause())
+            if not pause.is_over(length):
+                continue
+            trial_s = seconds(1, 1) - plain_s + proposer.seconds_to_catch_up(sequence)
+            if trial_s <= self._saved_s and self._would_pay(_HOPE, num_rows, context):
+                self._saved_s -= trial_s
+                lengths[sequence] = 1
+                pause.try_later()
         return lengths
 
-    def _would_pay(self, num_rows: int, context: int) -> bool:
-        """Whether drafts that are often kept would make a batch of so many rows faster."""
-        offer = (_HOPE,) * self._config.max_speculative_tokens
+    def _least_chance(self, num_rows: int, seconds: StepSeconds) -> float:
+        """How likely a row's drafts must all be kept for the next one to be worth what it costs."""
+        assert self._proposer is not None, "somebody has offered drafts"
+        plain_s = seconds(0, 0)
+        cost_s = num_rows * (seconds(1, 0) - plain_s) + self._proposer.seconds_per_draft
+        return min(1.0, cost_s / plain_s / max(_LEAST_CHANCE, self._proposer.usual_chance))
+
+    def _would_pay(self, chance: float, num_rows: int, context: int) -> bool:
+        """Whether drafts that are kept so often would make a batch of so many rows faster."""
+        offer = (chance,) * self._config.max_speculative_tokens
         seconds = self._step_seconds(num_rows, context)
         return choose_lengths([offer] * num_rows, num_rows, len(offer) * num_rows, seconds)[0] > 0
 
@@ -166,6 +214,18 @@ class Speculator:
             return base + num_drafts * per_token + depth * per_depth
 
         return seconds
+
+
+def _lengthen(
+    lengths: dict[Sequence, int], offers: dict[Sequence, tuple[float, ...]], num_tokens_left: int
+) -> None:
+    """Give greedy rows that have drafts up to twice as many: the draft model stops where it doubts them
+    itself."""
+    for sequence, length in lengths.items():
+        more = min(length, len(offers[sequence]) - length, num_tokens_left)
+        if more > 0 and sequence.request.sampling.is_greedy:
+            lengths[sequence] += more
+            num_tokens_left -= more
 
 
 class _Pause:
@@ -183,10 +243,11 @@ class _Pause:
             self._num_steps, self._every = 0, _PROBE_EVERY
             return False
         self._num_steps += 1
-        if self._num_steps < self._every:
-            return False
+        return self._num_steps >= self._every
+
+    def try_later(self) -> None:
+        """It was given one: the next comes after twice as long."""
         self._num_steps, self._every = 0, min(2 * self._every, _PROBE_EVERY_AT_MOST)
-        return True
 
 
 def make_proposer(

@@ -117,6 +117,18 @@ def test_the_most_frequent_tokens_of_what_is_learnt(tmp_path: Path) -> None:
     assert examples.most_frequent(99).tolist() == [1, 3, 5, 8]
 
 
+def test_some_tokens_are_among_the_most_frequent_whatever_the_text_holds(tmp_path: Path) -> None:
+    examples = Examples(filled(tmp_path, piece((5, 5, 5), (3, 3), (8, 8, 8, 8, 1), (4, 4, 4, 4, 4, 4))))
+    assert examples.most_frequent(3, always=(30, 1)).tolist() == [1, 8, 30]
+    assert examples.most_frequent(1, always=(30, 2)).tolist() == [2, 30]
+    assert examples.most_frequent(99, always=(30, 5)).tolist() == [1, 3, 5, 8, 30]
+
+
+def test_the_share_of_unseen_text_that_a_vocabulary_holds(tmp_path: Path) -> None:
+    examples = Examples(filled(tmp_path, piece((5, 5, 5), (3, 3), (1, 2, 2, 7))))
+    assert examples.share_of(torch.tensor([1, 2, 3])) == 0.75
+
+
 @pytest.mark.parametrize("num_tokens", [40, 64, 1000])
 def test_each_pass_holds_every_example_once_within_the_bound(tmp_path: Path, num_tokens: int) -> None:
     # More of them than are sorted at once.

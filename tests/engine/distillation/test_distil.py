@@ -25,6 +25,8 @@ from headrace.engine import (
 from headrace.engine.distillation.corpus import Corpus, Examples
 from headrace.engine.distillation.distil import distil
 from headrace.engine.distillation.writing import Writer
+from headrace.engine.models.loader import read_spec
+from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE, read_reduced_head
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.loading import load
 from tests.support.distillation import RecordedProgress, tick_while_learning, tiny_settings
@@ -106,6 +108,38 @@ def test_a_target_makes_its_draft_model_from_nothing(tmp_path: Path, variant: st
     drafted, some = answers(target, drafting)
     assert drafted == plain
     assert some > none == 0
+
+
+def test_it_proposes_so_many_tokens_as_are_asked_for_the_end_among_them(
+    tmp_path: Path, target: Path, text: Path
+) -> None:
+    settings = tiny_settings(target, tmp_path / "draft", text=(text,), draft_vocab_size=40)
+    progress = RecordedProgress()
+    report = distil(settings, progress)
+
+    _, spec = read_spec(settings.output)
+    head = read_reduced_head(settings.output, spec)
+    assert head is not None
+    assert len(head.token_ids) == 40
+    assert load_tokenizer(target).eos_token_ids <= set(head.token_ids.tolist())
+    assert 0.2 < report.vocabulary_share < 1.0
+    assert f"it proposes 40 tokens, {report.vocabulary_share:.1%} of those of unseen text" in progress.notes
+    assert json.loads((settings.output / "report.json").read_text())["vocabulary_share"] == pytest.approx(
+        report.vocabulary_share, abs=1e-4
+    )
+    drafting = SpeculationConfig(Speculation.DRAFT_MODEL, settings.output, num_speculative_tokens=3)
+    drafted, some = answers(target, drafting)
+    assert drafted == answers(target, SpeculationConfig())[0]
+    assert some > 0
+
+
+def test_a_whole_head_replaces_a_reduced_one(tmp_path: Path, target: Path, text: Path) -> None:
+    settings = tiny_settings(target, tmp_path / "draft", text=(text,), draft_vocab_size=40)
+    distil(settings, RecordedProgress())
+    shutil.rmtree(settings.output / "distillation")
+    report = distil(replace(settings, draft_vocab_size=0), RecordedProgress())
+    assert report.vocabulary_share == 1.0
+    assert not (settings.output / REDUCED_HEAD_FILE).exists()
 
 
 def test_text_from_files_is_learnt_in_their_order(tmp_path: Path, target: Path, text: Path) -> None:

@@ -40,7 +40,9 @@ class Bench:
 
     def begin(self, settings: DistillationSettings | None = None) -> tuple[Student, Training]:
         student = Student(self.target, 1)
-        return student, Training(student, self.examples, settings or self.settings, self.checkpoint)
+        vocabulary = self.examples.most_frequent(512)
+        settings = settings or self.settings
+        return student, Training(student, self.examples, settings, self.checkpoint, vocabulary)
 
 
 def assert_equal(state: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +13,7 @@ from headrace.engine import CacheConfig, ConfigError, EngineConfig, ModelConfig,
 from headrace.engine.distillation.writing import Writer, conversation_of
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.loading import load
+from headrace.engine.scheduling.plan import StepPlan, StepResult
 from tests.support.tiny_models import CHAT_TEMPLATE, IM_END_ID, IM_START_ID, tiny_tokenizer, write_tiny_llama
 
 
@@ -122,3 +124,35 @@ def test_greedy_answers_go_on_past_the_end_up_to_the_context(tmp_path: Path) -> 
         assert [len(answer) for answer in answers] == [22, 40]
         assert [answer[: len(prompt)] for answer, prompt in zip(answers, prompts, strict=True)] == prompts
         assert writer.greedy_answers(prompts, 20) == answers
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+def test_who_has_finished_makes_room_for_the_next_text_at_once(tmp_path: Path, template: str | None) -> None:
+    config = EngineConfig(
+        model=ModelConfig(
+            target_of(tmp_path, chat_template=template, eos_token_id=list(range(0, 512, 16))), dtype="float32"
+        ),
+        cache=CacheConfig(block_size=16, memory_bytes=2**24),
+        scheduler=SchedulerConfig(max_num_seqs=8),
+    )
+    model = load(config)
+    num_rows: list[int] = []
+
+    class Counting:
+        def execute(self, plan: StepPlan) -> StepResult:
+            num_rows.append(len(plan.rows))
+            return model.runner.execute(plan)
+
+    try:
+        writer = Writer(replace(model, runner=cast("Any", Counting())), config, seed=0)
+        texts = list(islice(writer.texts(40), 40))
+    finally:
+        model.runner.close()
+    assert len({len(text) for text in texts}) > 3
+    assert set(num_rows) == {8}
+
+
+def test_a_model_that_says_nothing_to_its_template_is_refused(tmp_path: Path) -> None:
+    silent = target_of(tmp_path, eos_token_id=list(range(512)))
+    with pytest.raises(ConfigError, match="makes up no messages"):
+        some_texts(silent, 1, 32)

@@ -169,3 +169,39 @@ def test_a_draft_that_could_not_have_been_drawn_is_no_division_by_zero() -> None
     judged = judge(ours.expand(2, -1), theirs.expand(2, -1), torch.tensor([1, 2]), rows)
     assert judged[0] == 1
     assert judged[1] in (0, 1)
+
+
+@given(pairs, st.data())
+def test_with_a_draft_model_of_few_tokens_the_outcome_is_the_target_s_distribution_too(
+    pair: tuple[list[int], list[int]], data: st.DataObject
+) -> None:
+    target = normalised(torch.tensor([pair[0]], dtype=torch.float32))
+    known = data.draw(st.sets(st.integers(0, len(pair[0]) - 1), min_size=1).map(sorted))
+    vocabulary = torch.tensor(known)
+    draft = normalised(torch.tensor([pair[1]], dtype=torch.float32)[:, vocabulary] + 1.0)
+    kept = torch.zeros_like(target)
+    kept[:, vocabulary] = torch.minimum(target[:, vocabulary], draft)
+    left = residual(target, draft, vocabulary)
+
+    assert torch.allclose(kept + (1.0 - kept.sum()) * left / left.sum(), target, atol=1e-12)
+
+
+@pytest.mark.parametrize("controls", CONTROLS.values(), ids=CONTROLS)
+def test_drafts_of_few_tokens_are_judged_by_their_own_ids(controls: SamplingParams) -> None:
+    """As with all tokens, those that the draft model lacks being impossible to it."""
+    vocabulary = torch.tensor([1, 2, 5, 7])
+    rows = many_rows(controls)
+    ours = distributions(TARGET.expand(len(rows), -1).contiguous(), rows)
+    wide = torch.full((VOCAB_SIZE,), -math.inf)
+    wide[vocabulary] = UNLIKE[vocabulary]
+    theirs = distributions(wide.expand(len(rows), -1).contiguous(), rows)
+    assert ours.weights is not None
+    assert theirs.weights is not None
+    drafts = choose(theirs, [replace(row, purpose=Purpose.DRAFT) for row in rows]).token_ids
+
+    judged = judge(ours.weights, theirs.weights[:, vocabulary].contiguous(), drafts, rows, vocabulary)
+
+    assert chi_square(counts_of(judged), normalised(ours.weights)[0]) < LARGEST_CHI_SQUARE
+    chance = float(torch.minimum(normalised(ours.weights)[0], normalised(theirs.weights)[0]).sum())
+    spread = math.sqrt(chance * (1 - chance) / NUM_DRAWS)
+    assert abs(float((drafts == judged).double().mean()) - chance) <= 3 * spread + 1e-9

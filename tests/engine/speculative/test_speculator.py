@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from headrace.engine import ConfigError, Speculation, SpeculationConfig, SpeculationParams
+from headrace.engine import ConfigError, SamplingParams, Speculation, SpeculationConfig, SpeculationParams
 from headrace.engine.config import CacheLayout
 from headrace.engine.kv.manager import KVCacheManager
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import Sequence
 from headrace.engine.speculative.draft_proposer import DraftModelProposer
 from headrace.engine.speculative.prompt_lookup import PromptLookup
@@ -29,6 +31,10 @@ def decoding(*, max_tokens: int = 100, speculation: SpeculationParams | None = N
 
 def cheap(num_tokens: int, num_context_tokens: int) -> float:
     return 7.0 + 0.1 * num_tokens
+
+
+def middling(num_tokens: int, num_context_tokens: int) -> float:
+    return 7.0 + 1.5 * num_tokens
 
 
 def dear(num_tokens: int, num_context_tokens: int) -> float:
@@ -78,11 +84,20 @@ class DraftHarness:
         config = speculating(Speculation.DRAFT_MODEL)
         self.speculator = Speculator(config, make_proposer(config, self.kv, 1000), seconds_of)
         self.sequence = decoding(max_tokens=5000)
+        self.propose_s = 0.0
         self.kv.allocate_slots(self.sequence.sequence_id, 2000)
         self.speculator.begin(self.sequence)
+        # The first step that would have drafts shows what one without takes.
+        if seconds_of is not dear:
+            assert self.speculator.plan([self.sequence], 100) == {}
 
-    def step(self, *, is_right: bool) -> int:
-        """How many drafts are planned; the sequence then has one token more, and those that are right."""
+    def step(self, *, is_right: bool, propose_s: float = 0.0, is_mute: bool = False) -> int:
+        """How many drafts are planned; the sequence then has one token more, and those that are right.
+
+        Args:
+            propose_s: what proposing takes, for each token that the draft model computes.
+            is_mute: the request's controls leave the draft model nothing to say.
+        """
         drafts = self.speculator.plan([self.sequence], 100).get(self.sequence)
         length = 0 if drafts is None else drafts.num_tokens
         end = len(self.sequence.token_ids)
@@ -98,7 +113,12 @@ class DraftHarness:
         )
         kept = length if is_right else 0
         self.sequence.token_ids += [9] * (kept + 1)
-        self.speculator.observe(self.sequence, row, RowResult((9,) * (kept + 1), num_draft_tokens=length))
+        result = RowResult((9,) * (kept + 1), num_draft_tokens=0 if is_mute else length)
+        num_computed = 0 if drafts is None else len(drafts.work.token_ids) + max(0, length - 1)
+        self.propose_s += propose_s * num_computed
+        step = StepPlan(0, (row,)), StepResult((result,), propose_s=propose_s * num_computed)
+        self.speculator.note_step(*step)
+        self.speculator.observe(self.sequence, row, result)
         return length
 
 
@@ -114,6 +134,50 @@ def test_a_draft_model_that_is_always_wrong_is_asked_ever_more_seldom_and_recove
             break
     else:
         raise AssertionError("it was never trusted again")
+
+
+def test_trials_take_a_small_share_of_the_time_what_is_caught_up_with_included():
+    """What the draft model catches up with for a trial takes several times what the trial itself does."""
+    harness = DraftHarness()
+    for _ in range(100):
+        harness.step(is_right=False, propose_s=0.05)
+    harness.propose_s = 0.0
+    lengths = [harness.step(is_right=False, propose_s=0.05) for _ in range(1200)]
+    assert sum(lengths) >= 1
+    assert harness.propose_s <= 0.012 * 1200 * cheap(1, 0)
+
+
+def test_what_was_saved_for_trials_never_takes_more_than_some_steps_at_once():
+    harness = DraftHarness()
+    for _ in range(100):
+        harness.step(is_right=False, propose_s=3.5)
+    before = harness.propose_s
+    for _ in range(1900):
+        harness.step(is_right=False, propose_s=3.5)
+    # It is far behind by now, and catching up would take a thousand steps' time.
+    assert harness.propose_s - before <= 10 * cheap(1, 0)
+
+
+def test_a_prompt_is_not_caught_up_with_where_drafts_are_too_seldom_kept():
+    harness = DraftHarness(middling)
+    other = decoding()
+    assert harness.speculator.catch_up(other, 12, 1) is not None
+    for _ in range(60):
+        harness.step(is_right=False)
+    assert harness.speculator.catch_up(other, 12, 1) is None
+
+
+def test_a_step_without_drafts_comes_now_and_then_so_that_its_time_stays_known():
+    harness = DraftHarness()
+    lengths = [harness.step(is_right=True) for _ in range(100)]
+    assert [place for place, length in enumerate(lengths) if length == 0] == [64]
+
+
+def test_who_can_propose_nothing_is_asked_ever_more_seldom_too():
+    harness = DraftHarness()
+    for _ in range(60):
+        harness.step(is_right=False, is_mute=True)
+    assert sum(harness.step(is_right=False, is_mute=True) > 0 for _ in range(300)) <= 8
 
 
 def test_nothing_is_tried_where_even_good_drafts_would_not_pay():
@@ -150,3 +214,28 @@ def test_a_server_that_is_to_draft_needs_a_draft_model():
     kv = KVCacheManager(CacheLayout(10, 4))
     with pytest.raises(ConfigError, match="no draft model"):
         make_proposer(speculating(Speculation.DRAFT_MODEL), kv, None)
+
+
+def test_a_row_may_have_twice_as_many_drafts_as_pay_on_average_if_the_draft_model_is_sure_of_them():
+    harness = DraftHarness()
+    for _ in range(40):
+        harness.step(is_right=True)
+    drafts = harness.speculator.plan([harness.sequence], 100)[harness.sequence]
+    assert drafts.work is not None
+    # One more costs a seventieth of a step, and most are kept.
+    assert 0.0 < drafts.work.least_chance < 0.05
+    assert drafts.work.num_drafts == 8
+
+
+def test_rows_whose_number_is_fixed_or_whose_tokens_are_drawn_get_them_all():
+    fixed = decoding(speculation=SpeculationParams(num_tokens=3))
+    drawn = decoding()
+    drawn.request = replace(drawn.request, sampling=SamplingParams(temperature=1.0))
+    harness = DraftHarness()
+    for sequence in (fixed, drawn):
+        harness.kv.allocate_slots(sequence.sequence_id, 200)
+        harness.speculator.begin(sequence)
+    for drafts in harness.speculator.plan([fixed, drawn], 100).values():
+        assert drafts.work is not None
+        assert drafts.work.num_drafts > 0
+        assert drafts.work.least_chance == 0.0
