@@ -146,6 +146,7 @@ __all__ = [
     "Tokenizer",
     "Tool",
     "ToolCall",
+    "UnreadPool",
     "Usage",
     "check_machine",
     "check_model",
