@@ -154,4 +154,3 @@ __all__ = [
     "make_draft_model",
     "resolve_model",
 ]
-    "UnreadPool",

@@ -35,7 +35,7 @@ from headrace.engine.outputs import (
 )
 from headrace.engine.scheduling.admission import QueueGate
 from headrace.engine.scheduling.budget import LatencyBudget, LatencyDesk
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult, as_run
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId, SequenceStatus
 from headrace.engine.speculative.speculator import Speculator, make_proposer
@@ -261,7 +261,8 @@ class EngineCore:
         if begun is None:
             raise IntegrityError("no step was begun")
         # What it took is learned for what it did.
-        self._last_step, self._last_propose_s = begun, result.propose_s
+        self._last_step = replace(begun, plan=as_run(begun.plan, result))
+        self._last_propose_s = result.propose_s
         self._speculator.note_step(begun.plan, result)
         executed_s = self._clock()
         rows = begun.plan.rows
