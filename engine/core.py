@@ -22,7 +22,7 @@ from headrace.engine.errors import (
 )
 from headrace.engine.expiries import Expiries
 from headrace.engine.kv.manager import KVCacheManager
-from headrace.engine.live import LiveRequest, LiveSequence, Taken
+from headrace.engine.live import UNTELLABLE, LiveRequest, LiveSequence, Taken
 from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
@@ -362,7 +362,7 @@ class EngineCore:
                     events.append((request.request.request_id, new))
             elif new is None:
                 kind = NothingToDraw if outcome.is_own_doing else RequestFailed
-                events.append(self._fail(request, kind(outcome.failure or "")))
+                events.append(self._fail(request, kind(outcome.failure or UNTELLABLE)))
             else:
                 events += self._tell(live, new.event, new.end)
         return events

@@ -105,3 +105,17 @@ class InvalidTransition(EngineBug):
 
 class IntegrityError(EngineBug):
     """Blocks, tables and counts of the KV pool do not add up."""
+
+
+class TextFailed(Exception):
+    """The tokenizer can't tell the text of one sequence: its fault, and no other request's."""
+
+
+class LibraryPanic(Exception):
+    """A library with a core in Rust has panicked. What it raises itself is no `Exception`, so it would pass
+    every barrier and take down with it whoever shares the thread."""
+
+
+def is_panic(fault: BaseException) -> bool:
+    """Whether `fault` is what PyO3 makes of a panic in Rust: tokenizers and llguidance raise it."""
+    return type(fault).__module__ == "pyo3_runtime"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from headrace.engine.errors import TextFailed
 from headrace.engine.outputs import (
     FinishEvent,
     FinishReason,
@@ -22,6 +23,9 @@ from headrace.engine.outputs import (
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence
 from headrace.engine.sequence import Request, Sequence, SequenceId
 from headrace.engine.text import OutputText
+
+UNTELLABLE = "the tokenizer can't tell its text"
+"""Why a sequence ends whose text is beyond its tokenizer."""
 
 _new_event = tuple.__new__
 """Half the time of the tuple's own `__new__`, which sorts arguments and defaults first."""
@@ -58,11 +62,21 @@ class LiveSequence:
     logprob_sum: float = 0.0
     _usual_stats: RowStats | None = None
     _is_simple: bool = field(init=False)
+    _is_untellable: bool = False
 
     def __post_init__(self) -> None:
         self._is_simple = self.sequence.is_plain and not self.text.may_stop
 
-    def take(self, row: ScheduledSequence, outcome: RowResult, now_s: float) -> Taken:
+    def take(self, row: ScheduledSequence, outcome: RowResult, now_s: float) -> Taken | None:
+        """Take what was drawn; None if its text can't be told, so that it can't go on."""
+        if self._is_untellable:
+            return None
+        try:
+            return self._take(row, outcome, now_s)
+        except TextFailed:
+            return None
+
+    def _take(self, row: ScheduledSequence, outcome: RowResult, now_s: float) -> Taken:
         """Take drawn tokens one at a time through the one path that can end a sequence.
 
         What stands behind the end was never said: of a run of drafts that were kept, the rest is dropped.
@@ -129,7 +143,11 @@ class LiveSequence:
         logprobs = outcome.logprobs
         if logprobs:
             self.logprob_sum += logprobs[0].chosen.logprob
-        event = (sequence.index, token_ids, self.text.push(token_ids[0])[0], logprobs, ())
+        try:
+            event = (sequence.index, token_ids, self.text.push(token_ids[0])[0], logprobs, ())
+        except TextFailed:
+            self._is_untellable = True
+            return None
         return _new_event(TokenEvent, event)
 
     def stats(self, row: ScheduledSequence, slot: int | None, taken: Taken | TokenEvent | None) -> RowStats:
@@ -171,7 +189,12 @@ class LiveSequence:
 
     def cut_off(self, reason: FinishReason) -> tuple[TokenEvent, FinishEvent]:
         """End it from outside: what was held back, and the end."""
-        return TokenEvent(self.sequence.index, (), self.text.flush()), self.end(reason)
+        try:
+            held_back = self.text.flush()
+        except TextFailed:
+            # It ends here anyway, and what could be told has been.
+            held_back = ""
+        return TokenEvent(self.sequence.index, (), held_back), self.end(reason)
 
     def end(self, reason: FinishReason, matched_stop: int | str | None = None) -> FinishEvent:
         """The end of it, as things stand now."""
@@ -216,29 +239,6 @@ class LiveRequest:
     def __post_init__(self) -> None:
         self.is_ranked = self.request.best_of > self.request.n
 
-    def tell(self, live: LiveSequence, event: TokenEvent, end: FinishEvent | None) -> list[OutputEvent]:
-        """What of a sequence's new output its caller hears now."""
-        if end is not None:
-            del self.open[live.sequence.index]
-        if not self.is_ranked:
-            return [*told(event), *([] if end is None else [end])]
-        self.held.setdefault(event.index, []).append(event)
-        if end is not None:
-            num_tokens = max(1, live.sequence.num_output_tokens)
-            self.ranked.append((-live.logprob_sum / num_tokens, event.index, end))
-        return [] if self.open else list(self._tell_best())
-
-    def _tell_best(self) -> Iterator[OutputEvent]:
-        """The `n` of highest mean log-probability, numbered anew, the best first."""
-        best = sorted(self.ranked, key=lambda item: item[:2])[: self.request.n]
-        # The prompt's own were told of the first that was made, which may not be among the best.
-        prompt_logprobs = tuple(entry for event in self.held[0] for entry in event.prompt_logprobs)
-        for place, (_, index, end) in enumerate(best):
-            whole = TokenEvent.joined([TokenEvent(place, (), ""), *self.held[index]])
-            yield from told(whole._replace(prompt_logprobs=() if place else prompt_logprobs))
-            yield replace(end, index=place)
-
-
     def begin(
         self, max_len: int, end_token_ids: frozenset[int], now_s: float, ids: Iterator[int]
     ) -> Iterator[Sequence]:
@@ -265,6 +265,29 @@ class LiveRequest:
             )
             leader = leader or sequence
             yield sequence
+
+    def tell(self, live: LiveSequence, event: TokenEvent, end: FinishEvent | None) -> list[OutputEvent]:
+        """What of a sequence's new output its caller hears now."""
+        if end is not None:
+            del self.open[live.sequence.index]
+        if not self.is_ranked:
+            return [*told(event), *([] if end is None else [end])]
+        self.held.setdefault(event.index, []).append(event)
+        if end is not None:
+            num_tokens = max(1, live.sequence.num_output_tokens)
+            self.ranked.append((-live.logprob_sum / num_tokens, event.index, end))
+        return [] if self.open else list(self._tell_best())
+
+    def _tell_best(self) -> Iterator[OutputEvent]:
+        """The `n` of highest mean log-probability, numbered anew, the best first."""
+        best = sorted(self.ranked, key=lambda item: item[:2])[: self.request.n]
+        # The prompt's own were told of the first that was made, which may not be among the best.
+        prompt_logprobs = tuple(entry for event in self.held[0] for entry in event.prompt_logprobs)
+        for place, (_, index, end) in enumerate(best):
+            whole = TokenEvent.joined([TokenEvent(place, (), ""), *self.held[index]])
+            yield from told(whole._replace(prompt_logprobs=() if place else prompt_logprobs))
+            yield replace(end, index=place)
+
 
 def told(event: TokenEvent) -> list[OutputEvent]:
     """The event, or nothing if nothing is new in it."""

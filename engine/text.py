@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from headrace.engine.detokenizer import IncrementalDetokenizer
+from headrace.engine.errors import TextFailed, is_panic
 from headrace.engine.sequence import OutputParams, StopConditions
 from headrace.engine.stop_strings import StopStrings
 from headrace.engine.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class OutputText:
     """Takes a sequence's ids one by one and tells the text that is certain.
+
+    Whatever adds to the text raises `TextFailed` when the tokenizer breaks over it; then it is over.
 
     Args:
         tokenizer: the model's.
@@ -52,7 +58,10 @@ class OutputText:
         """Let the output begin with the prompt, in which no stop counts; get its text."""
         if self._detokenizer is None:
             return ""
-        text = self._detokenizer.push(token_ids)
+        try:
+            text = self._detokenizer.push(token_ids)
+        except BaseException as fault:
+            raise _failed(fault) from fault
         return text if self._is_told else ""
 
     def push(self, token_id: int, *, is_stop_armed: bool = True) -> tuple[str, str | None]:
@@ -66,7 +75,10 @@ class OutputText:
         """
         if self._detokenizer is None:
             return "", None
-        text = self._detokenizer.push((token_id,))
+        try:
+            text = self._detokenizer.push((token_id,))
+        except BaseException as fault:
+            raise _failed(fault) from fault
         if is_stop_armed or self._stops is None:
             return self._search(text)
         text = self._stops.pass_over(text)
@@ -80,7 +92,11 @@ class OutputText:
         """Get what is held back: no more ids follow. Nothing comes once a stop string has been found."""
         if self._detokenizer is None:
             return ""
-        text, matched_stop = self._search(self._detokenizer.flush())
+        try:
+            held_back = self._detokenizer.flush()
+        except BaseException as fault:
+            raise _failed(fault) from fault
+        text, matched_stop = self._search(held_back)
         if matched_stop is None and self._stops is not None:
             text += self._stops.flush() if self._is_told else ""
         return text
@@ -92,3 +108,11 @@ class OutputText:
         if matched_stop is not None:
             self._detokenizer = None
         return text if self._is_told else "", matched_stop
+
+
+def _failed(fault: BaseException) -> BaseException:
+    """What to raise for what the tokenizer has raised: an interrupt is none of its faults."""
+    if not (isinstance(fault, Exception) or is_panic(fault)):
+        return fault
+    logger.error("the tokenizer can't tell the text of a sequence", exc_info=fault)
+    return TextFailed(type(fault).__name__)

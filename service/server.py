@@ -215,6 +215,9 @@ def _make_server(
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", limits.max_message_bytes),
             ("grpc.max_send_message_length", limits.max_message_bytes),
+            # gRPC bounds a message as it comes and unpacks it without a bound: 16 MiB may be 16 GiB.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.per_message_decompression", 0),
             # Of one connection: more streams wait at the client.
             ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headrace.engine import Chat, InvalidRequest, Overloaded, Tokenizer
+from headrace.engine import Chat, InvalidRequest, LibraryPanic, Overloaded, Tokenizer
 from headrace.service.convert import Prompt
 from headrace.service.limits import Limits
 from headrace.service.violations import num_bytes
@@ -51,7 +51,7 @@ class TextWorkers:
         self._num_pending += 1
         self._pending_size += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, _contained, work)
         finally:
             self._num_pending -= 1
             self._pending_size -= size
@@ -112,6 +112,21 @@ class TextWorkers:
     def close(self) -> None:
         """Take no more; what has not begun is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _contained(work: Callable[[], T]) -> T:
+    """Do `work`; what is no `Exception` becomes one, else a tokenizer's panic would pass every handler of
+    ours and leave its caller without an answer.
+
+    Raises:
+        LibraryPanic: in place of it.
+    """
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as fault:
+        raise LibraryPanic(type(fault).__name__) from fault
 
 
 def _size_of_chat(chat: Chat) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from headrace.engine.errors import EngineDead
+from headrace.engine.errors import EngineDead, LibraryPanic, is_panic
 from headrace.engine.kv.block_pool import NULL_BLOCK
 from headrace.engine.runner.protocol import Runner
 from headrace.engine.sampling.params import SamplingParams
@@ -89,7 +89,12 @@ class FaultBarrier:
         return True
 
     def _checked(self, plan: StepPlan) -> StepResult:
-        result = self._runner.execute(plan)
+        try:
+            result = self._runner.execute(plan)
+        except BaseException as fault:
+            if is_panic(fault):
+                raise LibraryPanic(type(fault).__name__) from fault
+            raise
         if len(result.rows) != len(plan.rows):
             raise ValueError(f"the runner answered {len(result.rows)} rows for a plan of {len(plan.rows)}")
         for row, outcome in zip(plan.rows, result.rows, strict=True):

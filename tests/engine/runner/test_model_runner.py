@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
-from headrace.engine.attention.backend import AttentionBackend, AttentionStep
+from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.attention.reference import ReferenceBackend
 from headrace.engine.batch import build_batch
@@ -26,6 +24,7 @@ from headrace.engine.scheduling.plan import DraftWork, ScheduledSequence, StepPl
 from headrace.engine.sequence import SequenceId
 from tests.support.contract_backend import ContractCheckingBackend
 from tests.support.plan_loop import GREEDY, LoopSequence, make_sequences, num_blocks_for, run_to_end
+from tests.support.poisoned_decoder import PoisonedDecoder
 from tests.support.shadow_kv import ShadowKV
 from tests.support.tiny_models import tiny_llama, write_tiny_llama
 
@@ -163,38 +162,6 @@ def test_seeded_tokens_are_the_same_alone_batched_and_chunked(decoder: Decoder, 
 
     assert outputs(decoder, make_sequences(PROMPTS, NUM_NEW, 4, sampling), 4, chunk=chunk) == alone
     assert alone != [expected(prompt) for prompt in PROMPTS]
-
-
-class PoisonedDecoder:
-    """Turns the hidden states of one token id into NaN, as a fault in a layer would."""
-
-    def __init__(self, decoder: Decoder, token_id: int) -> None:
-        self._decoder, self._token_id = decoder, token_id
-
-    @property
-    def device(self) -> torch.device:
-        return self._decoder.device
-
-    def hidden(self, input_ids: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor) -> Tensor:
-        is_sick = input_ids == self._token_id
-        hidden = self._decoder.hidden(input_ids, positions, _PoisonedStep(attention, is_sick), rows)
-        return hidden.masked_fill(is_sick[rows][:, None], math.nan)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden)
-
-
-class _PoisonedStep:
-    def __init__(self, inner: AttentionStep, is_sick: Tensor) -> None:
-        self._inner, self._is_sick = inner, is_sick[:, None, None]
-
-    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self._inner.write_kv(
-            layer, key.masked_fill(self._is_sick, math.nan), value.masked_fill(self._is_sick, math.nan)
-        )
-
-    def attend(self, layer: int, query: Tensor, spec: object) -> Tensor:
-        return self._inner.attend(layer, query, spec)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make_backend", [CpuBackend, ReferenceBackend])
