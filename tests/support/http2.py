@@ -74,6 +74,13 @@ def call_headers(
     return frame(HEADERS, flags, stream, header_block(fields))
 
 
+def header_bomb(stream: int, path: bytes, num_copies: int) -> bytes:
+    """A call whose short header block means many fields of 2 kB: one is remembered, then referred to."""
+    block = header_block({b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x"})
+    remembered = b"\x40" + _string(b"a") + _string(b"b" * 2000)
+    return frame(HEADERS, END_HEADERS, stream, block + remembered + b"\xbe" * num_copies)
+
+
 def message(stream: int, encoded: bytes, *, flags: int = END_STREAM) -> bytes:
     """A frame with one gRPC message, not compressed."""
     return frame(DATA, flags, stream, b"\x00" + len(encoded).to_bytes(4, "big") + encoded)
