@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import gettempdir
@@ -151,21 +152,6 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
         True, description="whether requests that begin alike share the KV of their full blocks"
     )
 
-    max_message_size: ByteSize = Field(
-        ByteSize(Limits().max_message_bytes), ge=2**16, description="longest gRPC message, either way"
-    )
-    max_text_size: ByteSize = Field(
-        ByteSize(Limits().max_text_bytes), gt=0, description="longest text or conversation of one request"
-    )
-    max_request_s: float = Field(
-        Limits().max_request_s, gt=0, allow_inf_nan=False, description="longest time for one request, seconds"
-    )
-    slow_reader_s: float = Field(
-        Limits().slow_reader_s,
-        gt=0,
-        allow_inf_nan=False,
-        description="longest time that a message may wait for its reader, seconds",
-    )
     text_threads: int = Field(2, ge=1, le=256, description="threads that encode and decode text")
 
     drain_grace_s: float = Field(
@@ -250,13 +236,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
 
     def limits(self) -> Limits:
         """What requests are held to."""
-        return Limits(
-            max_message_bytes=self.max_message_size,
-            max_text_bytes=self.max_text_size,
-            max_request_s=self.max_request_s,
-            slow_reader_s=self.slow_reader_s,
-            max_priority=self.max_priority,
-        )
+        return replace(self.stream_limits(), max_priority=self.max_priority)
 
 
 def load_config(argv: Sequence[str]) -> ServiceConfig:

@@ -33,7 +33,8 @@ class Drainer:
         self._has_paused = False
 
     async def drain(self, grace_s: float | None = None) -> int:
-        """Drain the engine; may be called again, and at the same time.
+        """Drain the engine; may be called again, and at the same time. What no stream holds is finished as
+        all else is, and waits within the same grace to be resumed.
 
         Returns:
             How many requests were unfinished at the end of the grace.
@@ -45,7 +46,15 @@ class Drainer:
         if not self._has_paused:
             self._has_paused = True
             await asyncio.sleep(self._lame_duck_s)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         num_unfinished = await engine.drain(grace_s)
+        resumables = self._serving.resumables
+        try:
+            async with asyncio.timeout(max(0.0, began_s + grace_s - loop.time())):
+                await resumables.until_none_is_detached()
+        except TimeoutError:
+            log.warning("nobody has resumed them", requests=resumables.num_detached)
         log.info("drained", unfinished=num_unfinished)
         return num_unfinished
 
@@ -83,6 +92,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         told = load_to_proto(load, engine.batching.value, engine.max_num_seqs)
         told.latency.CopyFrom(latency_to_proto(load.latency))
         told.model = served.name
+        told.num_detached = self._serving.resumables.num_detached
         told.uptime.CopyFrom(duration(served.uptime_s))
         return told
 

@@ -115,6 +115,8 @@ def start_from_proto(
     violations = [*unknown_fields(start)]
     if start.HasField("initial_credit") and not needs_label:
         violations.append(FieldViolation("initial_credit", "is for a Session alone: leave it out"))
+    if start.detach and not needs_label:
+        violations.append(FieldViolation("detach", "is for a Session alone: leave it out"))
     violations += label_violations(start.request_id, needs_label=needs_label)
     violations += _prompt_violations(start, model, limits)
     violations += count_violations(start, limits)
@@ -252,6 +254,7 @@ def load_to_proto(load: Load, batching: str, max_num_seqs: int) -> control_pb2.G
     return control_pb2.GetLoadResponse(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
+        num_paused=load.num_paused,
         max_num_seqs=max_num_seqs,
         blocks=_blocks_to_proto(load.blocks),
         totals=control_pb2.StepTotals(

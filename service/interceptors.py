@@ -121,7 +121,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(self._slow_reader_s):
                     await context.write(response)
             except TimeoutError:
-                raise slow_reader("a message has not been read", self._slow_reader_s) from None
+                self._metrics.slow_reader("age")
+                raise slow_reader("a message has not been read", self._slow_reader_s, "read faster") from None
 
     async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
         """Await `work` and end the RPC by what it raises."""

@@ -40,7 +40,13 @@ class Limits:
             encoded, before its messages wait too.
         max_session_backlog_bytes: size of the starts that wait to be encoded, before the same happens.
         max_remembered_labels: ended requests that one Session tells from ids that it has never seen.
-        slow_reader_s: longest time that one message may wait for its reader before the RPC is cut, seconds.
+        slow_reader_s: longest time that one message may wait for its reader before the RPC is cut, and that a
+            request may wait for credit or acknowledgement before it is given up, seconds.
+        max_unread_bytes: most output that may wait for the reader of one Session before it is cut.
+        detach_grace_s: how long a request that was started with `detach` may be resumed after its stream has
+            broken, or has told it to its end, seconds.
+        detach_buffer_bytes: most events of such a request that are sent and not acknowledged.
+        max_resumable: most such requests of all clients together.
     """
 
     max_message_bytes: int = 16 * 2**20
@@ -70,6 +76,10 @@ class Limits:
     max_session_backlog_bytes: int = 16 * 2**20
     max_remembered_labels: int = 16_384
     slow_reader_s: float = 60.0
+    max_unread_bytes: int = 64 * 2**20
+    detach_grace_s: float = 60.0
+    detach_buffer_bytes: int = 2**20
+    max_resumable: int = 1024
 
     @property
     def max_rendered_bytes(self) -> int:

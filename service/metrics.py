@@ -38,6 +38,7 @@ class Snapshot:
     max_num_seqs: int
     silent_s: float
     lag_s: float = 0.0
+    num_detached: int = 0
 
 
 class Metrics:
@@ -85,6 +86,12 @@ class Metrics:
         )
         self._auth_failures = self._counter(
             "auth_failures", "RPCs that were not let in, by the reason in their ErrorInfo.", ("reason",)
+        )
+        self._slow_readers = self._counter(
+            "slow_readers",
+            "Streams and requests that were given up because nobody read: age, a message waited too long; "
+            "bytes, too much waited; credit, none was granted, or nothing acknowledged, for too long.",
+            ("limit",),
         )
         self._rpcs = self._counter(
             "rpcs", "RPCs of headrace.v1 that ended, by gRPC code.", ("method", "code")
@@ -143,6 +150,10 @@ class Metrics:
     def shut_out(self, reason: str) -> None:
         """An RPC was not let in."""
         self._auth_failures.labels(reason).inc()
+
+    def slow_reader(self, limit: str) -> None:
+        """A reader was too slow."""
+        self._slow_readers.labels(limit).inc()
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         """An RPC of ours is over."""
@@ -247,6 +258,16 @@ class LoadCollector:
         for name, text, value in (
             ("num_requests_running", "Sequences that have a place in the batch.", load.num_running),
             ("num_requests_waiting", "Sequences that wait for a place.", load.num_waiting),
+            (
+                "num_requests_paused",
+                "Sequences that neither run nor wait, because their readers lag.",
+                load.num_paused,
+            ),
+            (
+                "num_requests_detached",
+                "Requests that no stream holds, because theirs has broken, and that may be resumed.",
+                now.num_detached,
+            ),
             ("max_num_seqs", "Places in the batch.", now.max_num_seqs),
             (
                 "kv_cache_usage_perc",

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -47,7 +48,13 @@ def snapshot(serving: Serving) -> Snapshot | None:
     if served is None:
         return None
     engine = served.engine
-    return Snapshot(served.name, engine.load(), engine.max_num_seqs, engine.seconds_since_progress())
+    return Snapshot(
+        served.name,
+        engine.load(),
+        engine.max_num_seqs,
+        engine.seconds_since_progress(),
+        num_detached=serving.resumables.num_detached,
+    )
 
 
 def _from_other_threads(ask: Callable[[], Snapshot | None]) -> Callable[[], Snapshot | None]:
@@ -56,11 +63,7 @@ def _from_other_threads(ask: Callable[[], Snapshot | None]) -> Callable[[], Snap
 
     async def on_loop(asked_s: float) -> Snapshot | None:
         found, lag_s = ask(), time.monotonic() - asked_s
-        return (
-            None
-            if found is None
-            else Snapshot(found.model, found.load, found.max_num_seqs, found.silent_s, lag_s)
-        )
+        return None if found is None else replace(found, lag_s=lag_s)
 
     def asked() -> Snapshot | None:
         question = asyncio.run_coroutine_threadsafe(on_loop(time.monotonic()), loop)

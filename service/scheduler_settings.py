@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings
+from pydantic import Field, field_validator, model_validator
 
 from headrace.engine import BatchingPolicy, SchedulerConfig
 from headrace.service.limits import Limits
+from headrace.service.stream_settings import StreamSettings
 
 
-class SchedulerSettings(BaseSettings):
+class SchedulerSettings(StreamSettings):
     """Part of `ServiceConfig`."""
 
     batching: Literal["continuous", "static"] = Field(
@@ -79,6 +79,9 @@ class SchedulerSettings(BaseSettings):
             max_waiting_tokens=self.max_waiting_tokens,
             priority_ageing_s=self.priority_ageing_s,
             client_weights=self.client_weights,
+            max_unread_tokens=self.max_unread_tokens,
+            paused_hold_s=self.paused_hold_s,
+            max_num_paused=self.max_num_paused,
             static_batch_wait_s=SchedulerConfig().static_batch_wait_s
             if self.static_batch_wait_s is None
             else self.static_batch_wait_s,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from headrace.engine import AsyncEngine
 from headrace.service.edge import Edge
 from headrace.service.limits import Limits
+from headrace.service.resumable import Resumables
 from headrace.service.status import RpcFailure, unavailable, unknown_model
 from headrace.service.text import TextWorkers
 
@@ -49,10 +50,13 @@ class Serving:
 
     Args:
         edge: quotas, metrics and traces of what is served.
+
+    `resumables` are the requests that outlive their streams.
     """
 
     def __init__(self, edge: Edge | None = None) -> None:
         self.edge = edge or Edge()
+        self.resumables = Resumables()
         self._served: ServedModel | None = None
         self._is_closed = False
         self._listeners: set[Callable[[], None]] = set()
@@ -75,6 +79,7 @@ class Serving:
     def close(self) -> None:
         """Stop answering, for good."""
         self._is_closed = True
+        self.resumables.close()
         for listener in tuple(self._listeners):
             listener()
 

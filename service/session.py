@@ -2,122 +2,59 @@
 
 How a client tells events apart: an `error` event ends the request of its label, with these exceptions, told
 by the `reason` of its google.rpc.ErrorInfo and always numbered `sequence` 0. DUPLICATE_REQUEST_ID, with
-ALREADY_EXISTS, refuses a second `start` under the label of a live request, which goes on.
-UNKNOWN_REQUEST_ID (NOT_FOUND) and INVALID_ACTION (INVALID_ARGUMENT) answer a `cancel` or a `grant_credit`.
+ALREADY_EXISTS, refuses a second `start` or `resume` under the label of a live request, which goes on.
+UNKNOWN_REQUEST_ID (NOT_FOUND) and INVALID_ACTION (INVALID_ARGUMENT) answer every other action.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 from google.rpc import status_pb2
 
-from headrace.engine import (
-    FieldViolation,
-    FinishEvent,
-    FinishReason,
-    OutputEvent,
-    Timings,
-    TokenStream,
-    Usage,
-)
-from headrace.service.admission import Admitted, Encoded, Parsed, admit, encode, parse
+from headrace.engine import FieldViolation, UnreadPool
+from headrace.service.admission import Encoded, admit, encode, parse
+from headrace.service.auth import no_longer_welcome
+from headrace.service.ended_labels import EndedLabels
+from headrace.service.event_log import EventLog
+from headrace.service.identity import current_caller
 from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits
+from headrace.service.live import Live
+from headrace.service.resumable import CANCELLED_DETACHED
 from headrace.service.serving import Serving, closed
 from headrace.service.status import (
     RpcFailure,
     duplicate_request_id,
     invalid,
     invalid_action,
+    resumed_elsewhere,
     slow_reader,
     unknown_request_id,
+    unread_output,
 )
-from headrace.service.telling import RPC_ENDED, Narrator, Teller, failed, log_end, told
+from headrace.service.telling import RPC_ENDED, Narrator, failed, log_end, told
 from headrace.service.unsupported import unknown_fields
-from headrace.v1.generation_pb2 import GenerationEvent, GrantCredit, SessionRequest, StartGeneration
+from headrace.v1.generation_pb2 import (
+    AcknowledgeEvents,
+    CancelGeneration,
+    GenerationEvent,
+    GrantCredit,
+    ResumeGeneration,
+    SessionRequest,
+    StartGeneration,
+)
 
-_MAX_CREDIT = 2**32
-
-
-class _Live:
-    """A request of the stream that has not ended for its client.
-
-    Args:
-        credit: tokens that it may be told before more are granted; None for no limit.
-    """
-
-    def __init__(self, parsed: Parsed, credit: int | None) -> None:
-        self.parsed = parsed
-        self.credit = credit
-        self.giving_up: asyncio.TimerHandle | None = None
-        self.teller = Teller(parsed)
-        self.stream: TokenStream | None = None
-        self.is_ended = False
-        self._unsent: list[GenerationEvent] = []
-        self._unseen_ends: list[FinishEvent] = []
-
-    def admitted(self, admitted: Admitted) -> None:
-        """The engine has queued it."""
-        self.stream = admitted.stream
-        if self.credit is not None:
-            self.stream.keep_apart()
-        self._unsent.append(self.teller.accepted(admitted))
-
-    def failed(self, failure: RpcFailure) -> None:
-        """It ends before the engine has seen it, or whatever the engine still has to tell of it."""
-        self.is_ended = True
-        self.stream = None
-        self._unsent.append(self.teller.failed(failure))
-
-    def cancelled(self) -> None:
-        """It is cancelled before the engine has seen it."""
-        self.is_ended = True
-        self._unseen_ends = [_cancelled_unseen(index) for index in range(self.parsed.start.n)]
-
-    def take(self) -> tuple[list[GenerationEvent], list[OutputEvent]]:
-        """Everything to be told about it now: messages, and after them events that are none yet."""
-        messages, self._unsent = self._unsent, []
-        events: list[OutputEvent] = [*self._unseen_ends]
-        self._unseen_ends.clear()
-        if self.stream is not None:
-            events += self.stream.take(None if self.credit is None else max(0, self.credit))
-            self.is_ended = self.stream.is_finished and self.stream.is_empty
-        return messages, events
-
-    def spend(self, num_tokens: int) -> None:
-        """So many tokens have been told."""
-        if self.credit is not None:
-            self.credit -= num_tokens
-
-    def grant(self, num_tokens: int) -> None:
-        """So many more may be told."""
-        if self.credit is not None:
-            self.credit = min(_MAX_CREDIT, self.credit + num_tokens)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether something waits to be told."""
-        return self.stream is not None and not self.stream.is_empty
-
-
-def _cancelled_unseen(index: int) -> FinishEvent:
-    return FinishEvent(
-        index=index,
-        reason=FinishReason.CANCELLED,
-        matched_stop=None,
-        usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
-        timings=Timings(None, None, None, None),
-        num_preemptions=0,
-    )
+_Named: TypeAlias = "CancelGeneration | GrantCredit | ResumeGeneration | AcknowledgeEvents"
 
 
 class SessionRun:
-    """The life of one Session, inside ``async with``; leaving it ends all of its requests.
+    """The life of one Session, inside ``async with``; leaving it ends all of its requests but those that may
+    be resumed. It obeys `headrace.service.resumable.Holder`.
 
     Args:
         serving: what answers.
@@ -137,13 +74,17 @@ class SessionRun:
         self._limits = limits
         self._messages = messages
         self._time_remaining = time_remaining
-        self._live: dict[str, _Live] = {}
-        self._ended_labels: OrderedDict[str, None] = OrderedDict()
-        # What has something to tell, in order: whole requests, and answers that belong to none.
-        self._ready: deque[_Live | GenerationEvent] = deque()
+        self._caller = current_caller()
+        self._resumables = serving.resumables
+        self._live: dict[str, Live] = {}
+        self._ended_labels = EndedLabels(limits.max_remembered_labels)
+        # What has something to tell, and since when: whole requests, and answers that belong to none.
+        self._ready: deque[tuple[float, Live | GenerationEvent]] = deque()
+        self._unread = UnreadPool(limits.max_unread_bytes, self._has_too_much)
+        self._cut_by: RpcFailure | None = None
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._admissions: asyncio.Queue[tuple[_Live, asyncio.Task[Encoded], int]] = asyncio.Queue()
+        self._admissions: asyncio.Queue[tuple[Live, asyncio.Task[Encoded], int]] = asyncio.Queue()
         self._backlog_bytes = 0
         self._encodings: set[asyncio.Task[Encoded]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -158,11 +99,7 @@ class SessionRun:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # The engine first: whatever becomes of the tasks, its slots and blocks are given back.
-        for live in self._live.values():
-            log_end(live.parsed, RPC_ENDED)
-            live.parsed.served.engine.abort(live.parsed.request_id)
-            if live.giving_up is not None:
-                live.giving_up.cancel()
+        self._let_go(RPC_ENDED)
         tasks = [*self._tasks, *self._encodings]
         for task in tasks:
             task.cancel()
@@ -172,15 +109,20 @@ class SessionRun:
         """Everything that the client is told, until its half-close and the end of the last request.
 
         Raises:
-            RpcFailure: INVALID_ARGUMENT, the client broke the protocol; UNAVAILABLE, the server goes down.
+            RpcFailure: INVALID_ARGUMENT, the client broke the protocol; UNAVAILABLE, the server goes down;
+                RESOURCE_EXHAUSTED, the client reads too slowly.
         """
         reader, admitter = self._tasks
         with self._serving.on_close(self._wake.set):
             while True:
                 while self._ready:
-                    for event in self._taken(self._ready.popleft()):
+                    since_s, source = self._ready.popleft()
+                    self._check_reader(since_s)
+                    for event in self._taken(source):
                         yield event
                     self._has_room.set()
+                if self._cut_by is not None:
+                    raise self._cut_by
                 if admitter.done():
                     admitter.result()
                 if reader.done():
@@ -192,31 +134,68 @@ class SessionRun:
                 await self._wake.wait()
                 self._wake.clear()
 
-    def _taken(self, source: _Live | GenerationEvent) -> Iterator[GenerationEvent]:
+    def _taken(self, source: Live | GenerationEvent) -> Iterator[GenerationEvent]:
         """One by one: who has much to tell lets others have their turn between two messages."""
         if isinstance(source, GenerationEvent):
             yield source
             return
-        messages, events = source.take()
-        label, progress = source.parsed.label, source.parsed.progress
-        num_told = progress.num_told_tokens
+        events, label = source.told(), source.parsed.label
         if source.is_ended and self._live.get(label) is source:
             # Forgotten before its end is sent: whoever has read the end may use the label again.
-            del self._live[label]
-            self._ended_labels[label] = None
-            self._ended_labels.move_to_end(label)
-            while len(self._ended_labels) > self._limits.max_remembered_labels:
-                self._ended_labels.popitem(last=False)
+            self._remove(source)
         try:
-            yield from messages
-            for event in events:
-                yield from source.teller.messages(event)
-            source.spend(progress.num_told_tokens - num_told)
-            self._await_credit(source)
+            yield from events
+            self._await_reader(source)
         finally:
             if source.is_ended:
                 # Its end has been told of already, unless the stream broke before it was.
                 log_end(source.parsed, RPC_ENDED)
+
+    def _remove(self, live: Live) -> None:
+        """Its end is being told."""
+        label = live.parsed.label
+        del self._live[label]
+        self._ended_labels.add(label)
+        if (entry := self._resumables.of(live)) is not None:
+            entry.release(self._limits.detach_grace_s, is_detached=False)
+
+    def _let_go(self, outcome: str) -> None:
+        """Nothing more is told here: what may be resumed waits for that, all else ends."""
+        for live in self._live.values():
+            live.stop_giving_up()
+            if live.stream is not None:
+                live.stream.count_in(None)
+                live.stream.set_listener(lambda _: None)
+            entry = self._resumables.of(live)
+            if entry is not None and live.is_begun and not self._serving.is_closed:
+                entry.release(self._limits.detach_grace_s, is_detached=True)
+                continue
+            if entry is not None:
+                self._resumables.forget(entry)
+            live.end(outcome)
+            live.is_ended = True
+        self._live.clear()
+
+    def _has_too_much(self) -> None:
+        # This may be in the middle of the engine's round.
+        asyncio.get_running_loop().call_soon(self._cut_off)
+
+    def _cut_off(self) -> None:
+        """Give up a reader at once for whom too much waits; he may be told of it much later."""
+        if self._cut_by is None and self._live:
+            self._cut_by = unread_output(self._limits.max_unread_bytes)
+            self._serving.edge.metrics.slow_reader("bytes")
+            self._let_go(f"{self._cut_by.code.name}/{self._cut_by.reason}")
+            self._wake.set()
+
+    def _check_reader(self, since_s: float) -> None:
+        """A reader that takes little by little is cut as one that takes nothing: nothing waits for longer."""
+        most_s = self._limits.slow_reader_s
+        if self._cut_by is not None:
+            raise self._cut_by
+        if asyncio.get_running_loop().time() - since_s > most_s:
+            self._serving.edge.metrics.slow_reader("age")
+            raise slow_reader("what is ready has not been read", most_s, "read faster")
 
     async def _read(self) -> None:
         async for message in self._messages:
@@ -224,25 +203,37 @@ class SessionRun:
             while self._is_behind():
                 self._has_room.clear()
                 await self._has_room.wait()
+            if self._cut_by is not None:
+                return
             unknown = tuple(unknown_fields(message))
             match message.WhichOneof("action"):
                 case "start":
                     self._start(message.start, unknown)
-                case "cancel" if unknown:
-                    self._answer(message.cancel.request_id, invalid_action(*unknown).to_status())
-                case "grant_credit" if unknown:
-                    self._answer(message.grant_credit.request_id, invalid_action(*unknown).to_status())
                 case "cancel":
-                    self._cancel(message.cancel.request_id)
+                    self._act(message.cancel, unknown, lambda action: self.cancel(action.request_id))
                 case "grant_credit":
-                    self._grant(message.grant_credit)
+                    self._act(message.grant_credit, unknown, self._grant)
+                case "resume":
+                    self._act(message.resume, unknown, self._resume)
+                case "acknowledge":
+                    self._act(message.acknowledge, unknown, self._acknowledge)
                 case _:
                     raise invalid(
                         *unknown,
                         FieldViolation(
-                            "action", "one of start, cancel and grant_credit is required, got none"
+                            "action",
+                            "must be one of start, cancel, grant_credit, resume and acknowledge, got none",
                         ),
                     )
+
+    def _act(self, action: _Named, unknown: tuple[FieldViolation, ...], act: Callable[[Any], None]) -> None:
+        """Do what an action on a request says, or answer why not."""
+        try:
+            if unknown:
+                raise invalid_action(*unknown)
+            act(action)
+        except RpcFailure as failure:
+            self._answer(action.request_id, failure.to_status())
 
     def _start(self, start: StartGeneration, unknown: tuple[FieldViolation, ...]) -> None:
         label = start.request_id
@@ -253,13 +244,20 @@ class SessionRun:
             self._answer(label, invalid(*unknown).to_status())
             return
         try:
-            parsed = parse(self._serving, start, self._time_remaining(), needs_label=True)
+            if start.detach:
+                self._resumables.check(self._caller, label, self._limits)
+            parsed = parse(
+                self._serving, start, None if start.detach else self._time_remaining(), needs_label=True
+            )
         except Exception as error:
             self._answer(label, told(error).to_status())
             return
         # The prompt's text is let go as soon as it is encoded, however long the answer takes.
         credit = start.initial_credit if start.HasField("initial_credit") else None
-        live = self._live[label] = _Live(replace(parsed, start=replace(parsed.start, prompt=())), credit)
+        log = EventLog(self._limits.detach_buffer_bytes) if start.detach else None
+        live = self._live[label] = Live(replace(parsed, start=replace(parsed.start, prompt=())), credit, log)
+        if log is not None:
+            self._resumables.add(self._caller, live, self)
         encoding = asyncio.create_task(encode(parsed))
         self._encodings.add(encoding)
         num_bytes = start.ByteSize()
@@ -286,68 +284,116 @@ class SessionRun:
                 live.admitted(admit(live.parsed, encoding.result()))
             except Exception as error:
                 live.failed(failed(live.parsed, error))
-            self._tell(live)
-            if live.stream is not None:
-                live.stream.set_listener(self._teller_of(live))
+            self.tell(live)
+            self._listen(live)
 
     def _grant(self, granted: GrantCredit) -> None:
-        label = granted.request_id
-        live = self._live.get(label)
+        live = self._known(granted.request_id)
         if live is None:
-            if label not in self._ended_labels:
-                self._answer(label, unknown_request_id().to_status())
-        elif live.credit is None:
-            needed = "is for a request with a limit: set initial_credit in its start"
-            self._answer(label, invalid_action(FieldViolation("grant_credit", needed)).to_status())
-        elif granted.tokens == 0:
-            problem = FieldViolation("grant_credit.tokens", "must be at least 1")
-            self._answer(label, invalid_action(problem).to_status())
-        else:
-            live.grant(granted.tokens)
-            self._tell(live)
-
-    def _await_credit(self, live: _Live) -> None:
-        """What has more to tell goes on while it may; who grants nothing for long is given up."""
-        if live.giving_up is not None:
-            live.giving_up.cancel()
-            live.giving_up = None
-        if live.credit is None or not live.has_more:
             return
-        if live.credit > 0:
-            self._tell(live)
+        if live.credit is None:
+            raise invalid_action(FieldViolation("grant_credit", "is for a request with a limit of credit"))
+        if granted.tokens == 0:
+            raise invalid_action(FieldViolation("grant_credit.tokens", "must be at least 1"))
+        live.grant(granted.tokens)
+        self.tell(live)
+
+    def _resume(self, resume: ResumeGeneration) -> None:
+        label = resume.request_id
+        if label in self._live:
+            raise duplicate_request_id()
+        if not self._caller.is_welcome():
+            raise no_longer_welcome()
+        self._serving.model()
+        live = self._resumables.take_up(
+            self._caller,
+            label,
+            resume.last_sequence if resume.HasField("last_sequence") else None,
+            resume.credit if resume.HasField("credit") else None,
+            self,
+        )
+        self._live[label] = live
+        self.tell(live)
+        self._listen(live)
+
+    def _acknowledge(self, seen: AcknowledgeEvents) -> None:
+        label = seen.request_id
+        entry = self._resumables.find(self._caller, label)
+        live = self._live.get(label) or (entry.live if entry is not None else self._known(label))
+        if live is None:
+            return
+        if live.log is None:
+            raise invalid_action(
+                FieldViolation("acknowledge", "is for a request that was started with detach")
+            )
+        live.log.acknowledge(seen.sequence)
+        if entry is not None and entry.live is live:
+            entry.acknowledged()
+
+    def _await_reader(self, live: Live) -> None:
+        """What has more to tell goes on while it may; who makes no room for it for long is given up."""
+        live.stop_giving_up()
+        if not live.has_more or self._live.get(live.parsed.label) is not live:
+            return
+        if live.may_tell:
+            self.tell(live)
         else:
             loop = asyncio.get_running_loop()
             live.giving_up = loop.call_later(self._limits.slow_reader_s, self._give_up, live)
 
-    def _give_up(self, live: _Live) -> None:
+    def _give_up(self, live: Live) -> None:
         if live.is_ended:
             return
         live.parsed.served.engine.abort(live.parsed.request_id)
-        failure = slow_reader("no credit has been granted", self._limits.slow_reader_s)
-        live.failed(failed(live.parsed, failure))
-        self._tell(live)
+        self._serving.edge.metrics.slow_reader("credit")
+        live.failed(failed(live.parsed, live.starved(self._limits.slow_reader_s)))
+        self.tell(live)
 
-    def _cancel(self, label: str) -> None:
+    def cancel(self, label: str) -> None:
+        """Cancel a request: one of this stream, or one of the same client that may be resumed."""
         live = self._live.get(label)
-        if live is None:
-            if label not in self._ended_labels:
-                self._answer(label, unknown_request_id().to_status())
-        elif live.stream is not None:
-            live.parsed.served.engine.abort(live.parsed.request_id)
-            # What it has made is told with its end; nobody has to grant for that.
-            live.credit = None
-            self._tell(live)
-        elif not live.is_ended:
+        if live is not None:
             live.cancelled()
-            self._tell(live)
+            self.tell(live)
+            return
+        entry = self._resumables.find(self._caller, label)
+        if entry is None:
+            self._known(label)
+        elif entry.holder is not None:
+            entry.holder.cancel(label)
+        elif entry.is_detached:
+            entry.end(CANCELLED_DETACHED)
+
+    def lose(self, live: Live) -> None:
+        """Another stream has taken a request of this one up."""
+        label = live.parsed.label
+        live.stop_giving_up()
+        if self._live.get(label) is live:
+            del self._live[label]
+            self._ended_labels.add(label)
+            self._answer(label, resumed_elsewhere().to_status())
+
+    def _known(self, label: str) -> Live | None:
+        """A request of this stream; None for one that has ended.
+
+        Raises:
+            RpcFailure: NOT_FOUND, it was never there.
+        """
+        live = self._live.get(label)
+        if live is None and label not in self._ended_labels:
+            raise unknown_request_id()
+        return live
+
+    def _listen(self, live: Live) -> None:
+        if live.stream is not None:
+            live.stream.count_in(self._unread)
+            live.stream.set_listener(lambda _: self.tell(live))
 
     def _answer(self, label: str, status: status_pb2.Status) -> None:
         """Tell something that is no event of a live request."""
-        self._tell(Narrator(label[:MAX_REQUEST_ID_LEN]).error(status))
+        self.tell(Narrator(label[:MAX_REQUEST_ID_LEN]).error(status))
 
-    def _teller_of(self, live: _Live) -> Callable[[TokenStream], None]:
-        return lambda _: self._tell(live)
-
-    def _tell(self, source: _Live | GenerationEvent) -> None:
-        self._ready.append(source)
+    def tell(self, source: Live | GenerationEvent) -> None:
+        """There may be something to tell."""
+        self._ready.append((asyncio.get_running_loop().time(), source))
         self._wake.set()

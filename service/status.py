@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class RpcFailure(Exception):
         violations: become google.rpc.BadRequest.
         retry_after_s: becomes google.rpc.RetryInfo.
         quota: what has been used up.
+        metadata: of google.rpc.ErrorInfo: what a program may want to know.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class RpcFailure(Exception):
         violations: tuple[FieldViolation, ...] = (),
         retry_after_s: float | None = None,
         quota: QuotaViolation | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -74,10 +76,13 @@ class RpcFailure(Exception):
         self.violations = violations
         self.retry_after_s = retry_after_s
         self.quota = quota
+        self.metadata = dict(metadata or {})
 
     def to_status(self) -> status_pb2.Status:
         """The status with its details, as `error` events and trailers carry it."""
-        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        details: list[Message] = [
+            error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)
+        ]
         if self.violations:
             details.append(_bad_request(self.violations))
         if self.quota is not None:
@@ -124,7 +129,7 @@ def duplicate_request_id() -> RpcFailure:
 
 def not_offered(what: str) -> RpcFailure:
     """The build has no such feature."""
-    return RpcFailure(grpc.StatusCode.UNIMPLEMENTED, "NOT_OFFERED", f"{what} is not offered by this build")
+    return RpcFailure(grpc.StatusCode.UNIMPLEMENTED, "NOT_OFFERED", f"{what} is not offered here")
 
 
 def answer_too_large(num_bytes: int, limit: int) -> RpcFailure:
@@ -137,13 +142,73 @@ def answer_too_large(num_bytes: int, limit: int) -> RpcFailure:
     )
 
 
-def slow_reader(what: str, waited_s: float) -> RpcFailure:
-    """Nobody takes what is made for him."""
+def resumable_id_in_use() -> RpcFailure:
+    """A request is to be started with `detach` under the label of another one."""
+    return RpcFailure(
+        grpc.StatusCode.ALREADY_EXISTS,
+        "DUPLICATE_REQUEST_ID",
+        "a request of yours that was started with detach has this request_id and goes on: resume it, cancel "
+        "it, or use another request_id",
+    )
+
+
+def too_many_resumable(most: int) -> RpcFailure:
+    """No more requests can be kept for their clients to come back."""
+    message = f"{most} requests may be resumed already, as many as may: start this one without detach"
+    return RpcFailure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_RESUMABLE",
+        message,
+        retry_after_s=1.0,
+        quota=QuotaViolation("server", message),
+    )
+
+
+def not_resumable() -> RpcFailure:
+    """A Session was asked to resume what isn't there, for whatever cause: nobody learns of others'."""
+    return RpcFailure(
+        grpc.StatusCode.NOT_FOUND,
+        "NOT_RESUMABLE",
+        "you have no request that could be resumed under this request_id: it was not started with detach, "
+        "its grace has passed, its end was acknowledged, or the server has been restarted; start it anew",
+    )
+
+
+def resumed_elsewhere() -> RpcFailure:
+    """A request has been taken up by another stream."""
+    return RpcFailure(
+        grpc.StatusCode.ABORTED,
+        "RESUMED_ELSEWHERE",
+        "another stream has resumed this request; it goes on there",
+    )
+
+
+def slow_reader(what: str, waited_s: float, remedy: str) -> RpcFailure:
+    """Nobody takes what is made for him in time.
+
+    Args:
+        what: what has not happened.
+        remedy: what its reader could do about it.
+    """
     return RpcFailure(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "SLOW_READER",
-        f"{what} for {waited_s:g} s; the answer is given up",
+        f"{what} for {waited_s:g} s; the answer is given up: {remedy}, or let the server wait longer "
+        "(--slow-reader-s)",
         retry_after_s=1.0,
+        metadata={"limit": "slow_reader_s", "value": f"{waited_s:g}"},
+    )
+
+
+def unread_output(most_bytes: int) -> RpcFailure:
+    """Nobody takes what is made for him, and it has become too much."""
+    return RpcFailure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "UNREAD_OUTPUT",
+        f"more than {most_bytes} bytes of output wait for the reader of this stream; it is given up: read "
+        "faster, ask for fewer requests or logprobs at once, or let the server keep more (--max-unread-size)",
+        retry_after_s=1.0,
+        metadata={"limit": "max_unread_size", "value": str(most_bytes)},
     )
 
 

@@ -26,11 +26,14 @@ from headrace.service.serving import ServedModel, Serving
 from headrace.service.text import TextWorkers
 from headrace.v1.control_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_pb2 import (
+    AcknowledgeEvents,
     CancelGeneration,
     GenerateOnceRequest,
     GenerateRequest,
     GenerateResponse,
     GenerationEvent,
+    GrantCredit,
+    ResumeGeneration,
     SamplingOptions,
     SessionRequest,
     SessionResponse,
@@ -198,6 +201,23 @@ class RawSession:
     async def cancel(self, request_id: str) -> None:
         """Send a cancel."""
         await self.call.write(SessionRequest(cancel=CancelGeneration(request_id=request_id)))
+
+    async def grant(self, request_id: str, tokens: int) -> None:
+        """Send credit."""
+        granted = GrantCredit(request_id=request_id, tokens=tokens)
+        await self.call.write(SessionRequest(grant_credit=granted))
+
+    async def resume(
+        self, request_id: str, last_sequence: int | None = None, credit: int | None = None
+    ) -> None:
+        """Take a request up."""
+        resume = ResumeGeneration(request_id=request_id, last_sequence=last_sequence, credit=credit)
+        await self.call.write(SessionRequest(resume=resume))
+
+    async def acknowledge(self, request_id: str, sequence: int) -> None:
+        """Say what has been seen."""
+        seen = AcknowledgeEvents(request_id=request_id, sequence=sequence)
+        await self.call.write(SessionRequest(acknowledge=seen))
 
     async def next(self) -> GenerationEvent:
         """The next event; it is also kept."""

@@ -36,7 +36,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching", "model", "uptime", "latency")
+    __slots__ = ("num_running", "num_waiting", "max_num_seqs", "blocks", "totals", "batching", "model", "uptime", "latency", "num_paused", "num_detached")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class GetLoadResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     LATENCY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DETACHED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     max_num_seqs: int
@@ -55,7 +57,9 @@ class GetLoadResponse(_message.Message):
     model: str
     uptime: _duration_pb2.Duration
     latency: LatencyStatus
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., latency: _Optional[_Union[LatencyStatus, _Mapping]] = ...) -> None: ...
+    num_paused: int
+    num_detached: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks: _Optional[_Union[KvBlocks, _Mapping]] = ..., totals: _Optional[_Union[StepTotals, _Mapping]] = ..., batching: _Optional[str] = ..., model: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., latency: _Optional[_Union[LatencyStatus, _Mapping]] = ..., num_paused: _Optional[int] = ..., num_detached: _Optional[int] = ...) -> None: ...
 
 class KvBlocks(_message.Message):
     __slots__ = ("total", "free", "cached", "live")

@@ -72,14 +72,18 @@ class Completion(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("start", "cancel", "grant_credit")
+    __slots__ = ("start", "cancel", "grant_credit", "resume", "acknowledge")
     START_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     GRANT_CREDIT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     start: StartGeneration
     cancel: CancelGeneration
     grant_credit: GrantCredit
-    def __init__(self, start: _Optional[_Union[StartGeneration, _Mapping]] = ..., cancel: _Optional[_Union[CancelGeneration, _Mapping]] = ..., grant_credit: _Optional[_Union[GrantCredit, _Mapping]] = ...) -> None: ...
+    resume: ResumeGeneration
+    acknowledge: AcknowledgeEvents
+    def __init__(self, start: _Optional[_Union[StartGeneration, _Mapping]] = ..., cancel: _Optional[_Union[CancelGeneration, _Mapping]] = ..., grant_credit: _Optional[_Union[GrantCredit, _Mapping]] = ..., resume: _Optional[_Union[ResumeGeneration, _Mapping]] = ..., acknowledge: _Optional[_Union[AcknowledgeEvents, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("event",)
@@ -93,6 +97,24 @@ class CancelGeneration(_message.Message):
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
+class ResumeGeneration(_message.Message):
+    __slots__ = ("request_id", "last_sequence", "credit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    last_sequence: int
+    credit: int
+    def __init__(self, request_id: _Optional[str] = ..., last_sequence: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class AcknowledgeEvents(_message.Message):
+    __slots__ = ("request_id", "sequence")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sequence: int
+    def __init__(self, request_id: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
 class GrantCredit(_message.Message):
     __slots__ = ("request_id", "tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -102,7 +124,7 @@ class GrantCredit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class StartGeneration(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "time_limit", "constraint", "output", "n", "priority", "cache", "speculation", "initial_credit")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "time_limit", "constraint", "output", "n", "priority", "cache", "speculation", "initial_credit", "detach")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +140,7 @@ class StartGeneration(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     INITIAL_CREDIT_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -133,7 +156,8 @@ class StartGeneration(_message.Message):
     cache: CacheOptions
     speculation: SpeculationOptions
     initial_credit: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., initial_credit: _Optional[int] = ...) -> None: ...
+    detach: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., initial_credit: _Optional[int] = ..., detach: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -76,8 +76,9 @@ class GenerationServiceServicer:
     def Session(self, request_iterator, context):
         """Any number of requests over one stream, in any interleaving.
         Half-close means "no more requests": those that run are finished, then the
-        stream ends with OK. Ending the RPC cancels all of its requests. Only a breach
-        of the protocol (an empty message) ends the stream with an error.
+        stream ends with OK. Ending the RPC cancels all of its requests, but those that
+        were started with `detach`. Only a breach of the protocol (an empty message), a
+        reader that is too slow, and the end of the server end the stream with an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

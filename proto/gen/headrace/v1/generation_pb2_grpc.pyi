@@ -27,8 +27,9 @@ class GenerationServiceStub:
     Session: _aio.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]
     """Any number of requests over one stream, in any interleaving.
     Half-close means "no more requests": those that run are finished, then the
-    stream ends with OK. Ending the RPC cancels all of its requests. Only a breach
-    of the protocol (an empty message) ends the stream with an error.
+    stream ends with OK. Ending the RPC cancels all of its requests, but those that
+    were started with `detach`. Only a breach of the protocol (an empty message), a
+    reader that is too slow, and the end of the server end the stream with an error.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -62,8 +63,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_generation_pb2.SessionResponse]:
         """Any number of requests over one stream, in any interleaving.
         Half-close means "no more requests": those that run are finished, then the
-        stream ends with OK. Ending the RPC cancels all of its requests. Only a breach
-        of the protocol (an empty message) ends the stream with an error.
+        stream ends with OK. Ending the RPC cancels all of its requests, but those that
+        were started with `detach`. Only a breach of the protocol (an empty message), a
+        reader that is too slow, and the end of the server end the stream with an error.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _aio.Server) -> None: ...
