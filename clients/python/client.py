@@ -129,22 +129,30 @@ class InferenceClient:
         )
         return answer_from_proto(response)
 
-    def session(self, *, timeout_s: float | None = None) -> Session:
+    def session(self, *, timeout_s: float | None = None, resumes: bool = False) -> Session:
         """One stream for many requests: `async with client.session() as session`.
 
         Args:
-            timeout_s: longest life of the stream, seconds; past it open requests raise `DeadlineExceeded`.
+            timeout_s: longest life of the session, seconds; past it open requests raise `DeadlineExceeded`.
+            resumes: whether a stream that breaks is opened again, as `RetryPolicy` says, and the requests go
+                on where they were: no token is lost and none comes twice. The server keeps them meanwhile, as
+                long as its operator lets it; one that it has no longer is sent anew if nothing of its output
+                had come, and raises `NotFound` otherwise.
         """
         channel = self._opened()
+        deadline: list[Attempts] = []
 
         def open_stream() -> SessionCall:
-            return GenerationServiceStub(channel).Session(timeout=timeout_s)
+            if not deadline:
+                deadline.append(self._attempts(timeout_s))
+            return GenerationServiceStub(channel).Session(timeout=deadline[0].remaining_s)
 
         return Session(
             connect=lambda: wait_until_connected(channel, self.target, self._attempts(timeout_s)),
             open_stream=open_stream,
             new_attempts=self._attempts,
             max_message_bytes=self._connection.max_message_bytes,
+            resumes=resumes,
         )
 
     # ---- models and text ----

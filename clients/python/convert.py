@@ -158,6 +158,8 @@ def load_from_proto(message: control_pb2.GetLoadResponse) -> events.Load:
     return events.Load(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
+        num_paused=message.num_paused,
+        num_detached=message.num_detached,
         max_num_seqs=message.max_num_seqs,
         blocks=blocks_from_proto(message.blocks),
         totals=events.StepTotals(

@@ -162,6 +162,15 @@ def error_from_status(status: status_pb2.Status) -> HeadraceError:
     return _build(code, status.message, status.details)
 
 
+def reason_from_status(status: status_pb2.Status) -> str:
+    """The word for programs in a google.rpc.Status; empty where there is none."""
+    for detail in status.details:
+        found = error_details_pb2.ErrorInfo()
+        if detail.Unpack(found):
+            return found.reason
+    return ""
+
+
 def error_from_rpc(error: grpc.aio.AioRpcError) -> HeadraceError:
     """The error that a failed RPC stands for, its google.rpc.Status details included where it has any."""
     message = error.details() or error.code().name

@@ -339,6 +339,8 @@ class Load:
         batching: "continuous" or "static".
         model: what is served; empty where an older server doesn't say.
         uptime_s: time since the server began to take requests.
+        num_paused: sequences that neither run nor wait, because their readers lag.
+        num_detached: requests that no stream holds, and that may be resumed.
     """
 
     num_running: int
@@ -350,6 +352,8 @@ class Load:
     model: str = ""
     uptime_s: float = 0.0
     latency: LatencyStatus = field(default_factory=LatencyStatus)
+    num_paused: int = 0
+    num_detached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,11 @@ class EventOrder:
         self._next = 0
 
     @property
+    def last(self) -> int | None:
+        """Number of the last event that has come; None before there is one."""
+        return self._next - 1 if self._next else None
+
+    @property
     def is_finished(self) -> bool:
         """Whether every sequence has finished."""
         return len(self._finished) >= self._num_sequences

@@ -113,6 +113,7 @@ class RequestOptions(TypedDict, total=False):
         cache_bypass: neither use nor fill the prefix cache.
         speculation: whether a draft may be used.
         num_speculative_tokens: most draft tokens per step.
+        detach: of a `Session` alone: whether the request outlives a stream that breaks, to be resumed.
     """
 
     request_id: str
@@ -155,12 +156,14 @@ class RequestOptions(TypedDict, total=False):
     cache_bypass: bool
     speculation: bool
     num_speculative_tokens: int
+    detach: bool
 
 
 _ENVELOPE_BYTES = 64
 
 _PATHS = {
     "request_id": "request_id",
+    "detach": "detach",
     "model": "model",
     "n": "n",
     "priority": "priority",

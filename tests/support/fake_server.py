@@ -146,7 +146,7 @@ class FakeGeneration(GenerationServiceServicer):
                 running[request.start.request_id] = asyncio.create_task(
                     self._run_in_session(script, request.start, outbox)
                 )
-            else:
+            elif request.HasField("cancel"):
                 request_id = request.cancel.request_id
                 await self.record.note(cancelled=request_id)
                 running[request_id].cancel()

@@ -106,19 +106,19 @@ async def running_service(
     control_entrance: Entrance = OPEN,
     edge: Edge | None = None,
     has_channelz: bool = False,
+    max_connection_age_s: float | None = None,
 ) -> AsyncIterator[RunningService]:
     """A service on a free port, its channels open; everything is closed at the end.
 
-    max_connection_age_s: float | None = None,
     Args:
         opens: whether it serves, or stands as during a load.
         entrance, control_entrance: how its ports are entered; the stubs come in plain text, without a name.
         edge: quotas, metrics, traces.
         has_channelz: whether the operator's port offers it.
+        max_connection_age_s: of connections to the callers' port; None for no limit.
     """
     limits = limits or Limits()
     health, serving = await Health.start(), Serving(edge)
-        max_connection_age_s: of connections to the callers' port; None for no limit.
     drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
     offers = {"has_reflection": True, "has_channelz": has_channelz}
     public = make_public_server(

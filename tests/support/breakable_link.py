@@ -1,0 +1,62 @@
+"""A link to a server that a test can break: TCP, passed on byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+
+class BreakableLink:
+    """Listens on a port of its own.
+
+    Args:
+        target: "host:port" that connections are passed on to; may be changed for those to come.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.address = ""
+        self.num_connections = 0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    def cut(self) -> None:
+        """Break all connections that there are, without a word."""
+        for writer in self._open:
+            writer.transport.abort()
+        self._open.clear()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass one connection on, both ways, until either side ends it."""
+        self.num_connections += 1
+        host, _, port = self.target.rpartition(":")
+        try:
+            there, back = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        self._open |= {writer, back}
+        await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+        self._open -= {writer, back}
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def breakable_link(target: str) -> AsyncIterator[BreakableLink]:
+    """A link to `target`; broken at the end."""
+    link = BreakableLink(target)
+    server = await asyncio.start_server(link.serve, "127.0.0.1", 0)
+    link.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield link
+    finally:
+        server.close()
+        link.cut()
+        await server.wait_closed()
