@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -32,6 +33,8 @@ from headrace.v1 import (
     model_pb2,
     model_pb2_grpc,
 )
+
+_CHANNELZ_NAMES = tuple(service.full_name for service in channelz_pb2.DESCRIPTOR.services_by_name.values())
 
 
 class BindError(Exception):
@@ -126,7 +129,7 @@ def make_control_server(
     if has_channelz:
         channelz.add_channelz_servicer(server)
     if has_reflection:
-        _reflect(server, control_pb2.DESCRIPTOR, *([channelz_pb2.DESCRIPTOR] if has_channelz else []))
+        _reflect(server, control_pb2.DESCRIPTOR, others=_CHANNELZ_NAMES if has_channelz else ())
     return server
 
 
@@ -235,7 +238,7 @@ def _make_server(
     )
 
 
-def _reflect(server: grpc.aio.Server, *files: FileDescriptor) -> None:
+def _reflect(server: grpc.aio.Server, *files: FileDescriptor, others: Iterable[str] = ()) -> None:
     names = [service.full_name for file in files for service in file.services_by_name.values()]
-    names += [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+    names += [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME, *others]
     reflection.enable_server_reflection(names, server)

@@ -7,7 +7,6 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_channelz.v1 import channelz_pb2
-from grpc_channelz.v1.channelz_pb2_grpc import ChannelzStub
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
@@ -15,7 +14,7 @@ from headrace.service.auth import AuthRules
 from headrace.service.identity import Role
 from headrace.service.server import Entrance
 from headrace.service.token_drawing import entry_line
-from tests.support.connections import SERVERS, connections
+from tests.support.connections import SERVERS, channelz_stub, connections
 from tests.support.service import generate, make_start, running_service
 
 
@@ -37,7 +36,7 @@ async def test_what_is_not_there_is_not_found() -> None:
         running_service(has_channelz=True) as service,
         grpc.aio.insecure_channel(service.control_address) as channel,
     ):
-        channelz = ChannelzStub(channel)
+        channelz = channelz_stub(channel)
         for call in (
             channelz.GetServer(channelz_pb2.GetServerRequest(server_id=-1)),
             channelz.GetSocket(channelz_pb2.GetSocketRequest(socket_id=2**40)),
@@ -56,7 +55,7 @@ async def test_it_is_offered_only_where_it_was_asked_for_and_never_to_callers() 
             await listing.write(ServerReflectionRequest(list_services=""))
             names = {entry.name for entry in (await listing.read()).list_services_response.service}
             await listing.done_writing()
-            code = await ChannelzStub(channel).GetServers(SERVERS).code()
+            code = await channelz_stub(channel).GetServers(SERVERS).code()
             is_named = "grpc.channelz.v1.Channelz" in names
             assert code is (grpc.StatusCode.OK if is_named else grpc.StatusCode.UNIMPLEMENTED)
             return is_named
@@ -80,7 +79,7 @@ async def test_it_needs_the_rights_of_an_operator(tmp_path: Path) -> None:
     ):
 
         async def code_of(*metadata: tuple[str, str]) -> grpc.StatusCode:
-            call = ChannelzStub(channel).GetServers(SERVERS, metadata=metadata)
+            call = channelz_stub(channel).GetServers(SERVERS, metadata=metadata)
             return await call.code()
 
         assert await code_of() is grpc.StatusCode.UNAUTHENTICATED
