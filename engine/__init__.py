@@ -40,7 +40,14 @@ from headrace.engine.errors import (
     Overloaded,
     RequestFailed,
 )
-from headrace.engine.loading import check_machine, check_model, load_model, make_draft_model, resolve_model
+from headrace.engine.loading import (
+    check_machine,
+    check_model,
+    list_models,
+    load_model,
+    make_draft_model,
+    resolve_model,
+)
 from headrace.engine.outputs import (
     BlockCounts,
     FailureEvent,
@@ -152,6 +159,7 @@ __all__ = [
     "Usage",
     "check_machine",
     "check_model",
+    "list_models",
     "load_model",
     "make_draft_model",
     "resolve_model",

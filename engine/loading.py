@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.distillation.settings import DistillationProgress, DistillationSettings, DraftReport
 from headrace.engine.runner.protocol import LoadedModel, LoadProgress
+
+if TYPE_CHECKING:
+    from headrace.engine.models.listing import ListedModel
 
 
 def load_model(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedModel:
@@ -68,6 +72,17 @@ def resolve_model(spec: str, cache_dir: Path, progress: LoadProgress | None = No
     from headrace.engine.models.hub import resolve_model as resolve
 
     return resolve(spec, progress, cache_dir)
+
+
+def list_models(cache_dir: Path) -> tuple[ListedModel, ...]:
+    """Models that have a name of their own, and all that lie in the cache.
+
+    Args:
+        cache_dir: where fetched and converted models are kept.
+    """
+    from headrace.engine.models.listing import list_models as listed
+
+    return listed(cache_dir)
 
 
 def make_draft_model(settings: DistillationSettings, progress: DistillationProgress) -> DraftReport:

@@ -64,13 +64,16 @@ def _prompt_violations(request: Request, info: ModelInfo, layout: CacheLayout) -
             f"must be from 0 to {info.vocab_size - 1}, the model's vocabulary, got {foreign}",
         )
     asked = request.stop.max_tokens
-    total = num_prompt + (1 if asked is None else max(asked, 0))
+    # Of one that leaves its most open, the least has to fit.
+    total = num_prompt + (max(1, request.stop.min_tokens) if asked is None else max(asked, 0))
     for limit, name in (
         (info.max_model_len, "the model's context"),
         (layout.num_tokens, "the whole KV pool of this server"),
     ):
         if total > limit:
-            field = "prompt" if num_prompt >= limit else "stop.max_tokens"
+            field = "stop.min_tokens" if asked is None else "stop.max_tokens"
+            if num_prompt >= limit:
+                field = "prompt"
             yield FieldViolation(
                 field,
                 f"{num_prompt} prompt tokens and {total - num_prompt} to make are {total}, "

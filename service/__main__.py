@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from headrace.service.token_drawing import token
+
 _USAGE = """usage: headrace serve --model MODEL [options]   serve a model over gRPC; all options: serve --help
        headrace pull MODEL [--cache PATH]      fetch a model into the cache folder, print where it is
+       headrace models                         list known models and those in the cache folder
        headrace draft MODEL --out DIR          make a draft model for MODEL, for speculation
        headrace token NAME [--role ROLE]       draw a bearer token, and its line for the token file"""
 _EXTRA = "pip install 'headrace[server]'"
@@ -21,17 +24,20 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0 all went well, 1 the engine died, 2 what was asked can't be done.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["token"]:
+        # Needs no server, which need not be installed.
+        return token(arguments[1:])
     try:
         # Here, so that a missing extra is said in a sentence and not by a traceback; and gRPC reads how much
         # it may say when it is imported.
         from headrace.service.config import let_threads_sleep, quiet_grpc  # noqa: PLC0415
 
         quiet_grpc()
-        from headrace.service.commands import draft, pull, serve, token  # noqa: PLC0415
+        from headrace.service.commands import draft, models, pull, serve  # noqa: PLC0415
     except ModuleNotFoundError as error:
         print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
         return 2
-    commands = {"serve": serve, "pull": pull, "draft": draft, "token": token}
+    commands = {"serve": serve, "pull": pull, "models": models, "draft": draft}
     match arguments:
         case [name, *flags] if name in commands:
             if name == "serve":

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from headrace.engine import EngineError, check_model, resolve_model
+from pydantic import ByteSize
+
+from headrace.engine import EngineError, check_model, list_models, resolve_model
 from headrace.service.config import InvalidConfig, cache_dir, environment_doubts, in_flags, load_config
 from headrace.service.drafting import make_draft
 from headrace.service.file_watch import UnusableFile
-from headrace.service.identity import Role, is_valid_name
 from headrace.service.lifecycle import EXIT_OK, EXIT_REFUSED, ModelSource, model_from_files
 from headrace.service.lifecycle import serve as serve_until_stopped
 from headrace.service.progress import ShownProgress
 from headrace.service.server import BindError
 from headrace.service.telemetry import configure_logging, log
-from headrace.service.tokens import append_line, entry_line, new_token, roles_from
 
 
 def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
@@ -68,40 +70,39 @@ def pull(flags: Sequence[str]) -> int:
     return EXIT_OK
 
 
+def models(flags: Sequence[str]) -> int:
+    """``headrace models``."""
+    parser = argparse.ArgumentParser(
+        "headrace models", description="List the models that have a name, and those in the cache folder."
+    )
+    parser.add_argument("--cache", type=Path, default=cache_dir(), help="folder (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+    arguments = parser.parse_args(flags)
+    try:
+        listed = list_models(arguments.cache)
+    except OSError as error:
+        return _refused(f"{error.filename}: can't be read: {error.strerror}")
+    except ModuleNotFoundError as error:
+        return _refused(f"{error.name} is not installed: pip install 'headrace[server]'")
+    if arguments.json:
+        print(json.dumps([asdict(model) for model in listed]))
+        return EXIT_OK
+    width = max(len(model.spec) for model in listed)
+    for model in listed:
+        place = f"{_size(model.cached_bytes)} in the cache" if model.cached_bytes else "not here yet"
+        if model.download_bytes:
+            place += f", {_size(model.download_bytes)} to fetch"
+        print(f"{model.spec:{width}}  {place:34}  {model.description}")
+    return EXIT_OK
+
+
+def _size(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable()
+
+
 def draft(flags: Sequence[str]) -> int:
     """``headrace draft``."""
     return make_draft(flags, _refused)
-
-
-def token(flags: Sequence[str]) -> int:
-    """``headrace token``."""
-    parser = argparse.ArgumentParser(
-        "headrace token",
-        description="Draw a token for a client. The token goes to standard output, once: it is kept nowhere. "
-        "The line that lets it in goes to the file, or else to standard error.",
-    )
-    parser.add_argument("name", help="the client's name, as logs and quotas know it")
-    parser.add_argument(
-        "--role",
-        action="append",
-        choices=[str(role) for role in Role],
-        help="may be repeated (default: generate)",
-    )
-    parser.add_argument("--file", type=Path, help="token file that the line is added to")
-    arguments = parser.parse_args(flags)
-    if not is_valid_name(arguments.name) or ":" in arguments.name:
-        return _refused("the name must be 1 to 256 printable ASCII characters without a colon")
-    drawn = new_token()
-    line = entry_line(arguments.name, drawn, roles_from(arguments.role or [Role.GENERATE]))
-    if arguments.file is None:
-        print(line, file=sys.stderr)
-    else:
-        try:
-            append_line(arguments.file, line)
-        except OSError as error:
-            return _refused(f"{arguments.file}: can't be written: {error.strerror}")
-    print(drawn)
-    return EXIT_OK
 
 
 def _refused(*problems: str) -> int:

@@ -37,7 +37,7 @@ from headrace.service.speculation_settings import SpeculationSettings
 _PREFIX = "HEADRACE_"
 _ENGINE_NAMES = {"memory_bytes": "kv_memory", "num_threads": "threads"}
 """Settings of the engine that have another name here."""
-_VARIABLES_OF_CLIENTS = ("HEADRACE_TLS_CA", "HEADRACE_TOKEN")
+_VARIABLES_OF_CLIENTS = ("HEADRACE_CONTROL_TARGET", "HEADRACE_TARGET", "HEADRACE_TLS_CA", "HEADRACE_TOKEN")
 """What `headrace health` reads in the same environment, as in a container."""
 
 

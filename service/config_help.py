@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import cleandoc
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from pydantic import ByteSize
+
+_GROUPS = (
+    ("model", r"(model|served_model_name|config|cache|generation_defaults|max_model_len)"),
+    ("computing", r"(device|dtype|weight_dtype|attention_backend|cuda_graphs|threads)"),
+    ("memory", r"(block_size|num_blocks|kv_memory|gpu_memory_utilization|prefix_caching)"),
+    (
+        "scheduling",
+        r"(batching|static_batch_\w+|max_num_(seqs|batched_tokens|waiting|skips)|max_prefill_\w+)",
+    ),
+    ("scheduling", r"(max_waiting_tokens|max_priority|priority_ageing_s|client_weights)"),
+    ("latency targets", r"(target|class)_(tpot|ttft)_ms|refuse_late"),
+    ("several tokens per step", r"speculation|draft_\w+|\w+_speculative_tokens"),
+    ("security", r"(control_)?tls_\w+|auth_\w+|jwt_\w+|insecure"),
+    ("bounds of each client", r"max_client_\w+|client_tokens_\w+"),
+    ("observability", r"metrics_\w+|access_log|otlp_\w+|trace_\w+|log_\w+|stall_timeout_s|channelz"),
+    ("ports", r"(control_|health_)?(host|port)|reflection|ready_file|max_connection_\w+"),
+    ("requests and streams", r"max_(message|text)_size|max_request_s|text_threads|slow_reader_s"),
+    ("requests and streams", r"max_unread_\w+|paused_\w+|max_num_paused|detach_\w+|max_resumable"),
+    ("the end", r"drain_grace_s|lame_duck_s"),
+)
+"""Under which heading a setting stands in the help: the first whose pattern is its whole name."""
+OTHER = "other"
+
+
+def group_of(name: str) -> str:
+    """The heading of a setting; `OTHER` where no pattern fits."""
+    return next((title for title, pattern in _GROUPS if re.fullmatch(pattern, name)), OTHER)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -28,6 +56,29 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             "str": "TEXT",
         }
     )
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        """One line: with so many flags, those of a full one would hide what stands below."""
+        super().add_usage("%(prog)s --model MODEL [options]", actions, groups, prefix)
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        """Settings under headings, in the order of `_GROUPS`; what is no setting, --help, comes first."""
+        members: dict[str, list[argparse.Action]] = {title: [] for title, _ in _GROUPS}
+        for action in actions:
+            if action.dest == "help":
+                super().add_arguments([action])
+            else:
+                members.setdefault(group_of(action.dest), []).append(action)
+        for title, group in members.items():
+            self.start_section(title)
+            super().add_arguments(group)
+            self.end_section()
 
     def _metavar_formatter(
         self, action: argparse.Action, default_metavar: str

@@ -59,6 +59,13 @@ class SchedulerSettings(StreamSettings):
         "is not named; repeatable",
     )
 
+    @field_validator("client_weights")
+    @classmethod
+    def _each_share_is_somebodys(cls, weights: dict[str, float]) -> dict[str, float]:
+        if "" in weights:
+            raise ValueError("a share is for a client, whose name stands before the =, such as batch=0.5")
+        return weights
+
     @model_validator(mode="after")
     def _only_static_batches_wait(self) -> Self:
         if self.static_batch_wait_s is not None and self.batching != "static":

@@ -6,19 +6,15 @@ nothing to guess from. The file is read anew when it changes; a token that is no
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import os
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.service.file_watch import UnusableFile, WatchedFiles, read_text
 from headrace.service.identity import Identity, Role, is_valid_name
+from headrace.service.token_drawing import digest_of, roles_from
 
-_PREFIX = "hr_"
-_NUM_RANDOM_BYTES = 32
 _HASH = re.compile(r"sha256\$([0-9a-fA-F]{64})")
 _MAX_ENTRIES = 4096
 
@@ -50,34 +46,12 @@ class TokenFile:
 
     def identify(self, token: str) -> Identity | None:
         """The client of `token`; None if it is nobody's. Takes as long for any token."""
-        presented = _digest(token)
+        presented = digest_of(token)
         found: Identity | None = None
         for entry in self._entries.current():
             if hmac.compare_digest(entry.digest, presented):
                 found = entry.identity
         return found
-
-
-def new_token() -> str:
-    """A token that nobody has."""
-    return _PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
-
-
-def entry_line(name: str, token: str, roles: frozenset[Role]) -> str:
-    """The line that lets `token` in."""
-    return f"{name}:sha256${_digest(token).hex()}:{','.join(sorted(roles))}"
-
-
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a token file; a new one is its owner's alone.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    with open(descriptor, "r+", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
-        content = file.read()
-        file.write("\n" * (content != "" and not content.endswith("\n")) + line + "\n")
 
 
 def read_entries(path: Path) -> tuple[TokenEntry, ...]:
@@ -96,15 +70,6 @@ def read_entries(path: Path) -> tuple[TokenEntry, ...]:
     return tuple(entries)
 
 
-def roles_from(words: list[str]) -> frozenset[Role]:
-    """Roles by name.
-
-    Raises:
-        ValueError: one of them is unknown.
-    """
-    return frozenset(Role(word.strip()) for word in words)
-
-
 def _entry(line: str, place: str) -> TokenEntry:
     # Of the line nothing is quoted: somebody may have written the token itself there.
     name, _, rest = line.partition(":")
@@ -120,7 +85,3 @@ def _entry(line: str, place: str) -> TokenEntry:
         known = ", ".join(Role)
         raise UnusableFile(f"{place}: has a role that is not known; the roles are {known}") from error
     return TokenEntry(Identity(name, taken), bytes.fromhex(found[1]))
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode(errors="replace")).digest()

@@ -135,7 +135,9 @@ async def test_every_flag_and_variable_that_is_named_exists() -> None:
         "tune",
         "budget",
         "draft",
+        "models",
         "token",
+        "tokenize",
         "top",
         "timeline",
     )

@@ -13,6 +13,7 @@ import typer
 from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
 from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_because
+from headrace.clients.cli_times import duration_in
 
 if TYPE_CHECKING:
     from headrace.clients.bench import BenchResult, BenchSettings
@@ -76,7 +77,7 @@ def bench(
             num_turns=turns,
             vocabulary_size=vocabulary_size,
             num_requests=num_requests,
-            duration_s=None if duration is None else opt.seconds(duration, "--duration"),
+            duration_s=None if duration is None else duration_in(duration, "--duration"),
             concurrency=concurrency,
             rate_per_s=rate,
             arrivals=arrivals,
@@ -84,7 +85,7 @@ def bench(
             num_warm_up=warm_up,
             is_length_forced=not natural_length,
             targets=opt.targets_in(goodput),
-            timeout_s=None if request_timeout is None else opt.seconds(request_timeout, "--request-timeout"),
+            timeout_s=None if request_timeout is None else duration_in(request_timeout, "--request-timeout"),
             seed=seed,
         )
         settings.check()

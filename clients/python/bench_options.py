@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.clients.cli_outcome import USAGE, fail
+from headrace.clients.cli_times import latency_in
 
 if TYPE_CHECKING:
     from headrace.clients.bench_stats import Targets
@@ -17,7 +17,6 @@ SERVER = "Server"
 WORKLOAD = "Workload"
 LOAD = "Load"
 REPORT = "Report"
-_UNITS = (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("", 1.0))
 
 Dataset = Annotated[
     Path | None,
@@ -57,6 +56,7 @@ Target = Annotated[
         "--target",
         "-t",
         metavar="HOST:PORT",
+        envvar="HEADRACE_TARGET",
         help="Where a Headrace server listens.",
         rich_help_panel=SERVER,
     ),
@@ -253,18 +253,6 @@ Plot = Annotated[
 ]
 
 
-def seconds(text: str, option: str) -> float:
-    """A time such as 500ms, 60s or 5m; a bare number is seconds."""
-    ending, scale = next(unit for unit in _UNITS if text.endswith(unit[0]))
-    try:
-        value = float(text.removesuffix(ending)) * scale
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        fail(f"{option}: {text!r} is no time above 0: use 500ms, 60s or 5m", USAGE)
-    return value
-
-
 def targets_in(text: str | None) -> Targets:
     """The targets in a list such as ttft=500ms,tpot=50ms."""
     from headrace.clients.bench_stats import Targets  # noqa: PLC0415
@@ -277,5 +265,5 @@ def targets_in(text: str | None) -> Targets:
                 f"--goodput: {part!r} is no target: use ttft, tpot, itl or e2e, once each, as in ttft=500ms",
                 USAGE,
             )
-        found[name] = seconds(time, f"--goodput {name}")
+        found[name] = latency_in(time, f"--goodput {name}")
     return Targets(found.get("ttft"), found.get("tpot"), found.get("itl"), found.get("e2e"))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.clients import cli_access as access
 from headrace.clients.cli_outcome import USAGE, fail, run
+from headrace.clients.cli_times import latency_in
 
 if TYPE_CHECKING:
     from headrace.clients.latency import LatencyClass, LatencyStatus
 
 DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 def budget(
     *,
     target: Annotated[
         str,
-        typer.Option("--target", "-t", metavar="HOST:PORT", help="The operator's port of the server."),
+        typer.Option(
+            "--target",
+            "-t",
+            metavar="HOST:PORT",
+            envvar="HEADRACE_CONTROL_TARGET",
+            help="The operator's port of the server.",
+        ),
     ] = DEFAULT_CONTROL_TARGET,
     tpot: Annotated[
         str | None,
@@ -60,7 +65,8 @@ def budget(
         fail("--clear leaves no target: leave out --tpot and --ttft, or --clear", USAGE)
     if priority is not None and not (clear or is_set):
         fail("--priority needs --tpot, --ttft or --clear", USAGE)
-    tpot_s, ttft_s = _seconds(tpot, "--tpot"), _seconds(ttft, "--ttft")
+    tpot_s = None if tpot is None else latency_in(tpot, "--tpot")
+    ttft_s = None if ttft is None else latency_in(ttft, "--ttft")
 
     from headrace.clients.control import ControlClient  # noqa: PLC0415
 
@@ -72,15 +78,6 @@ def budget(
 
     status = run(ask())
     typer.echo(_json(status) if as_json else "\n".join(_lines(status)))
-
-
-def _seconds(written: str | None, flag: str) -> float | None:
-    if written is None:
-        return None
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *(us|ms|s|min)", written.strip())
-    if parts is None:
-        fail(f"{flag} must be a number and a unit of us, ms, s, min, such as 50ms; got {written!r}", USAGE)
-    return float(parts[1]) * _UNITS[parts[2]]
 
 
 def _json(status: LatencyStatus) -> str:

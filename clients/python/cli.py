@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from headrace.clients import bench_command, budget_command, cli_watch, tune_command
+from headrace.clients import bench_command, budget_command, cli_text, cli_watch, tune_command
 from headrace.clients import cli_access as access
 from headrace.clients import cli_options as opt
 from headrace.clients.cli_outcome import (
@@ -49,7 +50,7 @@ def _print_version(is_wanted: bool) -> None:
 def root(
     *,
     tls: access.UsesTls = False,
-    tls_ca: access.TlsCa = None,
+    tls_ca: access.TlsCaOrVariable = None,
     tls_cert: access.TlsCert = None,
     tls_key: access.TlsKey = None,
     tls_server_name: access.TlsServerName = None,
@@ -67,28 +68,39 @@ def root(
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
 def serve(context: typer.Context) -> None:
     """Serve a model. `headrace serve --help` lists every option. Needs the server extra."""
+    require_server("serve")
     hand_over("serve", context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
 def pull(context: typer.Context) -> None:
     """Fetch a model into the cache folder: `headrace pull NAME`. Needs the server extra."""
+    require_server("pull")
     hand_over("pull", context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
+def models(context: typer.Context) -> None:
+    """List known models and those in the cache folder, with their sizes. Needs the server extra."""
+    require_server("models")
+    hand_over("models", context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
 def draft(context: typer.Context) -> None:
     """Make a draft model for a model: `headrace draft MODEL --out DIR`. Needs the server extra."""
+    require_server("draft")
     hand_over("draft", context.args)
 
 
 @app.command(context_settings=PASS_THROUGH, rich_help_panel="Serving")
 def token(context: typer.Context) -> None:
-    """Draw a bearer token for a client: `headrace token NAME --file FILE`. Needs the server extra."""
+    """Draw a bearer token for a client: `headrace token NAME --file FILE`."""
     hand_over("token", context.args)
 
 
 @app.command(rich_help_panel="Talking to a server")
+@access.reaching
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     *,
@@ -203,6 +215,7 @@ def generate(
 
 
 @app.command(rich_help_panel="Talking to a server")
+@access.reaching
 def chat(
     *,
     target: opt.Target = DEFAULT_TARGET,
@@ -262,6 +275,7 @@ def chat(
 
 
 @app.command(rich_help_panel="Talking to a server")
+@access.reaching
 def health(
     target: opt.Target = DEFAULT_TARGET,
     service: Annotated[
@@ -311,15 +325,19 @@ def demo(
         raise typer.Exit(FAILED) from None
 
 
-app.command(rich_help_panel="Watching a server")(cli_watch.top)
-app.command(rich_help_panel="Watching a server")(cli_watch.timeline)
-app.command(rich_help_panel="Watching a server")(budget_command.budget)
-app.command(rich_help_panel="Measuring")(bench_command.bench)
-app.command(rich_help_panel="Measuring")(tune_command.tune)
+app.command(rich_help_panel="Talking to a server")(access.reaching(cli_text.tokenize))
+app.command(rich_help_panel="Talking to a server")(access.reaching(cli_text.detokenize))
+app.command(rich_help_panel="Watching a server")(access.reaching(cli_watch.top))
+app.command(rich_help_panel="Watching a server")(access.reaching(cli_watch.timeline))
+app.command(rich_help_panel="Watching a server")(access.reaching(budget_command.budget))
+app.command(rich_help_panel="Measuring")(access.reaching(bench_command.bench))
+app.command(rich_help_panel="Measuring")(access.reaching(tune_command.tune))
 
 
 def main() -> None:
     """Entry point of the `headrace` command; typer turns Ctrl-C into status 130 and bears a closed pipe."""
+    # Read by gRPC's core when it is loaded: what its own lines tell of, a command tells in one of ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     app()
 
 

@@ -1,11 +1,18 @@
-"""Options before the command that say how to reach the server: `headrace --tls-ca ca.pem generate …`."""
+"""Options that say how to reach the server, before the command or behind it.
+
+Both `headrace --tls-ca ca.pem generate …` and `headrace generate … --tls-ca ca.pem` are understood; where an
+option stands in both places the one behind the command counts.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,50 +23,36 @@ if TYPE_CHECKING:
 
 REACHING = "Reaching a server"
 
-UsesTls = Annotated[
-    bool,
-    typer.Option("--tls", help="Encrypt; the server's certificate is checked.", rich_help_panel=REACHING),
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca",
-        metavar="FILE",
-        envvar="HEADRACE_TLS_CA",
-        help="Authorities that the server's certificate may come from, PEM; means --tls.",
-        rich_help_panel=REACHING,
-    ),
-]
+
+def _option(flag: str, explanation: str, metavar: str | None = None, envvar: str | None = None) -> Any:
+    return typer.Option(flag, help=explanation, metavar=metavar, envvar=envvar, rich_help_panel=REACHING)
+
+
+_TLS_CA = "Authorities that the server's certificate may come from, PEM; means --tls."
+
+UsesTls = Annotated[bool, _option("--tls", "Encrypt; the server's certificate is checked.")]
+TlsCa = Annotated[Path | None, _option("--tls-ca", _TLS_CA, "FILE")]
+TlsCaOrVariable = Annotated[Path | None, _option("--tls-ca", _TLS_CA, "FILE", "HEADRACE_TLS_CA")]
 TlsCert = Annotated[
     Path | None,
-    typer.Option(
-        "--tls-cert",
-        metavar="FILE",
-        help="Own certificate, PEM, where the server asks for one; means --tls.",
-        rich_help_panel=REACHING,
-    ),
+    _option("--tls-cert", "Own certificate, PEM, where the server asks for one; means --tls.", "FILE"),
 ]
-TlsKey = Annotated[
-    Path | None,
-    typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.", rich_help_panel=REACHING),
-]
+TlsKey = Annotated[Path | None, _option("--tls-key", "Its private key, PEM.", "FILE")]
 TlsServerName = Annotated[
     str | None,
-    typer.Option(
+    _option(
         "--tls-server-name",
-        metavar="NAME",
-        help="Name in the server's certificate, if it isn't the host's; means --tls.",
-        rich_help_panel=REACHING,
+        "Name in the server's certificate, if it isn't the host's; means --tls.",
+        "NAME",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(
+    _option(
         "--token-file",
-        metavar="FILE",
-        help="Holds the token that says who calls. The variable HEADRACE_TOKEN holds it itself; there is no "
+        "Holds the token that says who calls. The variable HEADRACE_TOKEN holds it itself; there is no "
         "option for it, as others on the machine can read a command line.",
-        rich_help_panel=REACHING,
+        "FILE",
     ),
 ]
 Token = Annotated[str | None, typer.Option("--token", envvar="HEADRACE_TOKEN", hidden=True)]
@@ -69,21 +62,57 @@ Token = Annotated[str | None, typer.Option("--token", envvar="HEADRACE_TOKEN", h
 class Access:
     """What was given of them."""
 
-    uses_tls: bool
-    tls_ca: Path | None
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_server_name: str | None
-    token_file: Path | None
-    token: str | None = field(repr=False)
+    uses_tls: bool = False
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_server_name: str | None = None
+    token_file: Path | None = None
+    token: str | None = field(default=None, repr=False)
 
 
 _given: ContextVar[Access | None] = ContextVar("headrace_access", default=None)
+
+_BEHIND = (
+    ("tls", UsesTls, "uses_tls"),
+    ("tls_ca", TlsCa, "tls_ca"),
+    ("tls_cert", TlsCert, "tls_cert"),
+    ("tls_key", TlsKey, "tls_key"),
+    ("tls_server_name", TlsServerName, "tls_server_name"),
+    ("token_file", TokenFile, "token_file"),
+)
+"""Parameter, kind and field of `Access`, of each option that may stand behind a command."""
 
 
 def remember(access: Access) -> None:
     """Take what stands before the command, for the command."""
     _given.set(access)
+
+
+def reaching(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that understands the options behind its name, too."""
+    signature = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=kind,
+            default=next(each.default for each in fields(Access) if each.name == place),
+        )
+        for name, kind, place in _BEHIND
+    ]
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> None:
+        behind = {place: values.pop(name) for name, _, place in _BEHIND}
+        remember(replace(_given.get() or Access(), **{key: value for key, value in behind.items() if value}))
+        command(**values)
+
+    parameters = [*signature.parameters.values(), *added]
+    # What typer reads, in place of the signature that `wraps` points at.
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
 
 
 def connection() -> ConnectionOptions:

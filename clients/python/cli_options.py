@@ -15,7 +15,14 @@ FORM = "Form of the answer"
 PACE = "Order and speed"
 
 Target = Annotated[
-    str, typer.Option("--target", "-t", metavar="HOST:PORT", help="Where the server listens; unix:/path too.")
+    str,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="HOST:PORT",
+        envvar="HEADRACE_TARGET",
+        help="Where the server listens; unix:/path too.",
+    ),
 ]
 ModelName = Annotated[
     str | None, typer.Option("--model", "-m", help="Name of a served model; the server's default otherwise.")

@@ -43,10 +43,9 @@ def end_interrupted(status: int = INTERRUPTED) -> NoReturn:
 
 
 def hand_over(command: str, arguments: list[str]) -> NoReturn:
-    """Let the server's own program do `command`; without the server extra it ends the command."""
+    """Let the server's own program do `command`."""
     from headrace.clients import launch  # noqa: PLC0415
 
-    require_server(command)
     launch.run_service(command, arguments)
 
 
@@ -67,7 +66,7 @@ def fail_with(error: HeadraceError) -> NoReturn:
     if isinstance(error, errors.Unavailable):
         message = _unreached(message)
     elif isinstance(error, errors.Unauthenticated):
-        message += " (--token-file FILE before the command, or HEADRACE_TOKEN, says who calls)"
+        message += " (--token-file FILE or HEADRACE_TOKEN says who calls)"
     elif isinstance(error, errors.Unimplemented) and message.startswith("Method not found"):
         message = (
             "this port has no such method: top, timeline and budget ask the one of `headrace serve "
@@ -97,7 +96,7 @@ def _unreached(message: str) -> str:
         message = message.removesuffix(": OK")
         advice = "does the server speak TLS, and is --tls-ca the authority of its certificate?"
     elif "Socket closed" in message:
-        advice = "a server with TLS wants --tls or --tls-ca before the command"
+        advice = "a server with TLS wants --tls or --tls-ca"
     else:
         advice = "is a server running there? `headrace serve` starts one"
     return f"{message} ({advice})"

@@ -35,7 +35,13 @@ def top(
     *,
     target: Annotated[
         str,
-        typer.Option("--target", "-t", metavar="HOST:PORT", help="The operator's port of the server."),
+        typer.Option(
+            "--target",
+            "-t",
+            metavar="HOST:PORT",
+            envvar="HEADRACE_CONTROL_TARGET",
+            help="The operator's port of the server.",
+        ),
     ] = DEFAULT_CONTROL_TARGET,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="From picture to picture.")

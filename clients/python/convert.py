@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from headrace.clients import events
 from headrace.clients.errors import ProtocolError
-from headrace.clients.latency import latency_from_proto
+from headrace.clients.latency import duration_s, latency_from_proto
 from headrace.v1 import control_pb2, generation_pb2, model_pb2
 
 _REASONS = {
@@ -177,7 +176,7 @@ def load_from_proto(message: control_pb2.GetLoadResponse) -> events.Load:
         ),
         batching=message.batching,
         model=message.model,
-        uptime_s=_duration_s(message.uptime),
+        uptime_s=duration_s(message.uptime),
         latency=latency_from_proto(message.latency),
     )
 
@@ -197,9 +196,9 @@ def step_from_proto(message: control_pb2.WatchStepsResponse) -> events.StepRepor
         num_decode_tokens=message.decode_tokens,
         num_preemptions=message.preemptions,
         blocks=blocks_from_proto(message.blocks),
-        schedule_s=_duration_s(message.schedule_time),
-        execute_s=_duration_s(message.execute_time),
-        update_s=_duration_s(message.update_time),
+        schedule_s=duration_s(message.schedule_time),
+        execute_s=duration_s(message.execute_time),
+        update_s=duration_s(message.update_time),
         rows=tuple(
             events.StepRow(
                 request=row.request,
@@ -215,13 +214,9 @@ def step_from_proto(message: control_pb2.WatchStepsResponse) -> events.StepRepor
             for row in message.rows
         ),
         num_missed=message.num_missed,
-        start_s=_duration_s(message.start_time),
+        start_s=duration_s(message.start_time),
     )
 
 
 def _seconds(message: Message, name: str) -> float | None:
-    return _duration_s(getattr(message, name)) if message.HasField(name) else None
-
-
-def _duration_s(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    return duration_s(getattr(message, name)) if message.HasField(name) else None

@@ -122,7 +122,8 @@ async def running_server(
             *(command or [*service_command(), "serve"]),
             *("--port", "0", "--control-port", "0", "--ready-file", str(ready_file)),
             *("--lame-duck-s", "0", "--drain-grace-s", "1"),
-            *("--log-level", "warning" if log.is_terminal else "info"),
+            # Lines for people, wherever they go: they stand between ours.
+            *("--log-level", "warning" if log.is_terminal else "info", "--log-format", "console"),
             *arguments,
             stdin=DEVNULL,
             stdout=DEVNULL,

@@ -59,8 +59,8 @@ def latency_from_proto(message: control_pb2.LatencyStatus) -> LatencyStatus:
     """The latency budget."""
     return LatencyStatus(
         classes=tuple(_class_from_proto(each) for each in message.classes),
-        predicted_step_s=_seconds(message.predicted_step),
-        predicted_ttft_s=_seconds(message.predicted_time_to_first_token),
+        predicted_step_s=duration_s(message.predicted_step),
+        predicted_ttft_s=duration_s(message.predicted_time_to_first_token),
         num_steps_over=message.steps_over,
         num_late=message.num_late,
     )
@@ -80,7 +80,7 @@ def budget_to_proto(
 
 def _class_from_proto(message: control_pb2.LatencyClass) -> LatencyClass:
     def given(name: str) -> float | None:
-        return _seconds(getattr(message, name)) if message.HasField(name) else None
+        return duration_s(getattr(message, name)) if message.HasField(name) else None
 
     return LatencyClass(
         priority=message.priority if message.HasField("priority") else None,
@@ -95,5 +95,6 @@ def _class_from_proto(message: control_pb2.LatencyClass) -> LatencyClass:
     )
 
 
-def _seconds(duration: Duration) -> float:
+def duration_s(duration: Duration) -> float:
+    """Seconds of a span of time on the wire."""
     return duration.seconds + duration.nanos / 1e9

@@ -35,10 +35,8 @@ def require_server(command: str) -> None:
 def run_service(command: str, arguments: Sequence[str]) -> NoReturn:
     """Become `python -m headrace.service COMMAND ARGUMENTS...`: same process, same terminal, same signals.
 
-    Raises:
-        ServerNotInstalledError: it is not installed.
+    What a command needs is checked before: see `require_server`.
     """
-    require_server(command)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*service_command(), command, *arguments])
@@ -46,4 +44,5 @@ def run_service(command: str, arguments: Sequence[str]) -> NoReturn:
 
 def service_command() -> list[str]:
     """The command line that starts the server's program with this interpreter."""
-    return [sys.executable, "-m", "headrace.service"]
+    # Not the folder that one stands in: a clone there that is called headrace would be taken for the program.
+    return [sys.executable, "-P", "-m", "headrace.service"]

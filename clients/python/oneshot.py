@@ -6,13 +6,22 @@ import json
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from headrace.clients.client import InferenceClient
 from headrace.clients.connection import ConnectionOptions
 from headrace.clients.errors import NotFound
-from headrace.clients.events import Accepted, Answer, Completion, Delta, Finished, TokenLogprob, TokenLogprobs
+from headrace.clients.events import (
+    Accepted,
+    Answer,
+    Completion,
+    Delta,
+    Finished,
+    Sampling,
+    TokenLogprob,
+    TokenLogprobs,
+)
 from headrace.clients.prompts import ChatMessage, Prompt, RequestOptions
 
 
@@ -194,7 +203,30 @@ def _stats(accepted: Accepted | None, finished: Finished, elapsed_s: float) -> s
     ]
     if finished.timings.time_to_first_token_s is not None:
         parts.append(f"first after {finished.timings.time_to_first_token_s:.2f} s")
+    if usage.num_draft_tokens_proposed:
+        num_kept, num_made = usage.num_draft_tokens_accepted, usage.num_completion_tokens
+        # A step makes one token, and those of its drafts that are kept.
+        parts.append(
+            f"{num_kept} of {usage.num_draft_tokens_proposed} drafts kept, "
+            f"{num_made / max(1, num_made - num_kept):.2f} tokens per step"
+        )
     parts.append(f"ended by {finished.reason.value}")
-    if accepted is not None and accepted.sampling.seed is not None:
-        parts.append(f"seed {accepted.sampling.seed}")
+    if accepted is not None:
+        parts += _drawn_by(accepted.sampling)
     return ", ".join(parts)
+
+
+def _drawn_by(sampling: Sampling) -> Iterator[str]:
+    """How tokens were drawn, whoever said so; what changes nothing is left out."""
+    yield f"temperature {sampling.temperature:g}"
+    if sampling.top_k:
+        yield f"top-k {sampling.top_k}"
+    for name, value, neutral in (
+        ("top-p", sampling.top_p, 1.0),
+        ("min-p", sampling.min_p, 0.0),
+        ("repetition penalty", sampling.repetition_penalty, 1.0),
+    ):
+        if value != neutral:
+            yield f"{name} {value:g}"
+    if sampling.seed is not None:
+        yield f"seed {sampling.seed}"

@@ -21,6 +21,8 @@ from headrace.clients.step_log import StepLog
 from headrace.clients.step_trace import trace_of
 
 FORMATS = ("svg", "png", "trace")
+LAST_REPORTS_S = 10.0
+"""When all answers are there, so long is waited for the reports of their last steps."""
 
 
 class NothingRecordedError(Exception):
@@ -156,6 +158,17 @@ async def _read(
             return
 
 
+async def last_of(reading: asyncio.Task[None], patience_s: float) -> None:
+    """Wait for the last reports, but not for ever: a watcher that was too slow for one never sees it.
+
+    Raises:
+        HeadraceError: they can't be read.
+    """
+    done, _ = await asyncio.wait({reading}, timeout=patience_s)
+    for task in done:
+        task.result()
+
+
 async def _record_all(server: DemoServer, requests: Sequence[DemoRequest]) -> StepLog:
     """Send all requests at once over one stream, and watch until the last one has ended."""
     reports: list[StepReport] = []
@@ -175,7 +188,7 @@ async def _record_all(server: DemoServer, requests: Sequence[DemoRequest]) -> St
             reading = asyncio.create_task(_read(steps, reports, len(requests)))
             try:
                 await asyncio.gather(*(generation.answer() for generation in generations))
-                await reading
+                await last_of(reading, LAST_REPORTS_S)
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)

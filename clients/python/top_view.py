@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Protocol, Self
@@ -73,8 +73,8 @@ class LiveTop:
         if message:
             parts.append(Text(message, style="bold red"))
         if snapshot is not None:
-            num_classes = len(snapshot.load.latency.classes)
-            most = max(1, self._console.height - _HEADER_LINES - num_classes - bool(message))
+            num_promises = sum(1 for _ in _promises(snapshot.load.latency.classes))
+            most = max(1, self._console.height - _HEADER_LINES - num_promises - bool(message))
             parts.append(render(snapshot, self._target, self._console.width, most))
         self._live.update(Group(*parts), refresh=True)
 
@@ -179,7 +179,7 @@ def render(snapshot: Snapshot, target: str, width: int, max_lanes: int) -> Rende
         _throughput(snapshot, width),
         _kv_bar(snapshot.blocks, width),
         _times(snapshot),
-        *map(_promise, load.latency.classes),
+        *_promises(load.latency.classes),
     ]
     if snapshot.num_missed:
         lines.append(Text(f"{snapshot.num_missed} steps were not seen: this watcher is too slow for them"))
@@ -204,7 +204,7 @@ def _throughput(snapshot: Snapshot, width: int) -> Text:
 
 
 def _kv_bar(blocks: KvBlocks, width: int) -> Text:
-    told = f" {_kv(blocks)}"
+    told = f" {_blocks(blocks)}"
     room = max(8, min(60, width - len(told) - 10))
     live = round(room * blocks.live / blocks.total) if blocks.total else 0
     cached = min(room - live, round(room * blocks.cached / blocks.total)) if blocks.total else 0
@@ -218,70 +218,93 @@ def _kv_bar(blocks: KvBlocks, width: int) -> Text:
 
 
 def _kv(blocks: KvBlocks) -> str:
-    return f"KV {blocks.live} live, {blocks.cached} cached, {blocks.free} free of {blocks.total} blocks"
+    return f"KV {_blocks(blocks)}"
+
+
+def _blocks(blocks: KvBlocks) -> str:
+    return f"{blocks.live} live, {blocks.cached} cached, {blocks.free} free of {blocks.total} blocks"
 
 
 def _times(snapshot: Snapshot) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append("p50/p99   ", style="dim")
-    if not snapshot.parts:
-        text.append("no step lately")
-    for part in snapshot.parts:
-        text.append(f"{part.name} {_ms(part.p50_s)}/{_ms(part.p99_s)}   ")
+    text.append("p50/99 ms ", style="dim")
+    told = [f"{part.name} {_short_ms(part.p50_s)}/{_short_ms(part.p99_s)}" for part in snapshot.parts]
+    text.append("  ".join(told) or "no step lately")
     return text
 
 
-def _promise(promised: LatencyClass) -> Text:
-    """A line of the latency budget: what is promised to whom, and how it is kept."""
+def _short_ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2g}"
+
+
+def _promises(classes: Sequence[LatencyClass]) -> Iterator[Text]:
+    """Lines of the latency budget: what is promised to whom, and how it is kept; a line for each target."""
+    for promised in classes:
+        who = "" if promised.priority is None else f"priority {promised.priority}: "
+        targets = [
+            (name, target_s, p95_s, num_over)
+            for name, target_s, p95_s, num_over in (
+                ("TPOT", promised.tpot_s, promised.attained_tpot_p95_s, promised.num_over_tpot),
+                ("TTFT", promised.ttft_s, promised.attained_ttft_p95_s, promised.num_over_ttft),
+            )
+            if target_s is not None
+        ]
+        if not targets:
+            yield _promise(f"{who}nothing", is_kept=True)
+        for name, target_s, p95_s, num_over in targets:
+            attained = "" if p95_s is None else f"p95 {_ms(p95_s)}, "
+            told = f"{who}{name} {_ms(target_s)} ({attained}{num_over} of {promised.num_sequences} over)"
+            if not promised.is_attainable:
+                told += "  can't be kept here"
+            yield _promise(told, is_kept=promised.is_attainable and (p95_s is None or p95_s <= target_s))
+
+
+def _promise(told: str, *, is_kept: bool) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("promised  ", style="dim")
-    if promised.priority is not None:
-        text.append(f"priority {promised.priority}: ")
-    is_kept = promised.is_attainable
-    for name, target_s, p95_s, num_over in (
-        ("TPOT", promised.tpot_s, promised.attained_tpot_p95_s, promised.num_over_tpot),
-        ("TTFT", promised.ttft_s, promised.attained_ttft_p95_s, promised.num_over_ttft),
-    ):
-        if target_s is not None:
-            attained = "" if p95_s is None else f"p95 {_ms(p95_s)}, "
-            text.append(f"{name} {_ms(target_s)} ({attained}{num_over} of {promised.num_sequences} over)   ")
-            is_kept = is_kept and (p95_s is None or p95_s <= target_s)
-    if promised.tpot_s is None and promised.ttft_s is None:
-        text.append("nothing")
-    if not promised.is_attainable:
-        text.append("can't be kept here")
-    if not is_kept:
-        text.stylize("red", 10)
+    text.append(told, style="" if is_kept else "red")
     return text
 
 
 def _lanes(lanes: Sequence[Lane], width: int, most: int) -> RenderableType:
     table = Table(box=None, expand=True, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("slot", justify="right", width=4)
+    table.add_column("slot", justify="right", min_width=4, no_wrap=True)
     table.add_column("phase", width=7)
     table.add_column("prefill", justify="right", width=8)
     table.add_column("made", justify="right", width=8)
     table.add_column("tok/s", justify="right", width=7)
     table.add_column("request", ratio=1, no_wrap=True, overflow="ellipsis")
-    shown = list(lanes)
+    shown, left = _grouped(lanes), list[list[Lane]]()
     if len(shown) > most:
         # The busy ones are what is looked for.
-        shown = sorted(shown, key=lambda lane: (lane.request is None, lane.slot))[: max(1, most - 1)]
-    for lane in shown:
-        table.add_row(*_cells(lane))
-    if len(shown) < len(lanes):
-        num_busy = sum(lane.request is not None for lane in lanes) - sum(
-            lane.request is not None for lane in shown
-        )
-        table.add_row(
-            "…", Text(f"{len(lanes) - len(shown)} more", style="dim"), "", "", "", f"{num_busy} busy"
-        )
+        shown.sort(key=lambda group: (group[0].request is None, group[0].slot))
+        shown, left = shown[: max(1, most - 1)], shown[max(1, most - 1) :]
+    for group in shown:
+        table.add_row(*_cells(group))
+    if left:
+        hidden = [lane for group in left for lane in group]
+        num_busy = sum(lane.request is not None for lane in hidden)
+        table.add_row("…", Text(f"{len(hidden)} more", style="dim"), "", "", "", f"{num_busy} busy")
     return table
 
 
-def _cells(lane: Lane) -> tuple[RenderableType, ...]:
+def _grouped(lanes: Sequence[Lane]) -> list[list[Lane]]:
+    """Each busy lane by itself; idle ones that stand together, together."""
+    groups: list[list[Lane]] = []
+    for lane in lanes:
+        if groups and lane.request is None and groups[-1][0].request is None:
+            groups[-1].append(lane)
+        else:
+            groups.append([lane])
+    return groups
+
+
+def _cells(group: Sequence[Lane]) -> tuple[RenderableType, ...]:
+    lane = group[0]
     if lane.request is None:
-        return (str(lane.slot), Text("idle", style="dim"), "", "", "", "")
+        slots = f"{lane.slot}" if len(group) == 1 else f"{lane.slot}-{group[-1].slot}"
+        return (Text(slots, style="dim"), Text("idle", style="dim"), "", "", "", "")
     # What was made before the watch began is not known.
     least = "" if lane.is_whole else "≥"
     label = short_label(lane.request) + (f" [{lane.index}]" if lane.index else "")

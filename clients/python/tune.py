@@ -25,6 +25,15 @@ from headrace.clients.tune_curve import CurvePoint, LatencyBudget, best_within, 
 SCHEMA = "headrace.tune/1"
 CURVE_FILE = "curve.json"
 _LEAST_REQUESTS = 16
+_FREE_PORT = "our server takes a free port; leave it out"
+_OWN_FLAGS = {
+    "--port": _FREE_PORT,
+    "--control-port": _FREE_PORT,
+    "--ready-file": "leave it out",
+    "--model": "use tune's own --model",
+    "--max-num-seqs": "it is the largest of --concurrency",
+    "--max-num-batched-tokens": "use --batched-tokens",
+}
 
 
 class TuneError(Exception):
@@ -66,6 +75,7 @@ class TuneSettings:
             raise TuneError("token budgets begin at 1: use a list such as 256,512,1024")
         if self.backend is not None and self.batched_tokens != (None,):
             raise TuneError("the token budget of a running server can't change: leave out --target, or it")
+        check_serve_arguments(self.serve_arguments)
 
     def key(self) -> dict[str, object]:
         """What must be equal for a point that was measured before to count."""
@@ -271,12 +281,34 @@ def serve_command(settings: TuneSettings, point: CurvePoint) -> str:
     return shlex.join([*words, *settings.serve_arguments])
 
 
+def check_serve_arguments(arguments: Sequence[str]) -> None:
+    """Refuse flags of a server that are ours to set: given again, they would stand in what is recommended.
+
+    Raises:
+        TuneError: it names the flag.
+    """
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag in _OWN_FLAGS:
+            raise TuneError(f"--serve: {flag} is set here: {_OWN_FLAGS[flag]}")
+
+
 def advice(settings: TuneSettings, points: Sequence[CurvePoint], budget: LatencyBudget) -> list[str]:
     """What the curve says, in sentences."""
-    knee = find_knee(points)
-    if knee is None:
+    best = best_within(points, LatencyBudget())
+    if best is None:
         return ["No point without failed requests: nothing to recommend."]
-    said = [f"Sweet spot (knee): {line_of(knee)}", f"  {serve_command(settings, knee)}"]
+    knee = find_knee(points)
+    if knee is not None:
+        said = [f"Sweet spot (knee): {line_of(knee)}", f"  {serve_command(settings, knee)}"]
+    else:
+        top = max(point.concurrency for point in points)
+        said = [
+            "No knee within the range: up to its end, throughput grows as fast as latency. Measure further:",
+            f"  --concurrency {top},{2 * top},{4 * top}",
+            f"Highest throughput: {line_of(best)}",
+            f"  {serve_command(settings, best)}",
+        ]
     if budget.is_any:
         best = best_within(points, budget)
         if best is None:

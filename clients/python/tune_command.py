@@ -14,6 +14,7 @@ from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
 from headrace.clients.bench_command import INTERRUPTED
 from headrace.clients.cli_outcome import USAGE, fail, fail_because, require_server
+from headrace.clients.cli_times import latency_in
 
 if TYPE_CHECKING:
     from headrace.clients.bench_backend import GrpcBackend
@@ -126,8 +127,8 @@ def tune(
     from headrace.clients.tune_curve import LatencyBudget  # noqa: PLC0415
 
     budget = LatencyBudget(
-        tpot_s=None if tpot is None else opt.seconds(tpot, "--tpot"),
-        ttft_s=None if ttft is None else opt.seconds(ttft, "--ttft"),
+        tpot_s=None if tpot is None else latency_in(tpot, "--tpot"),
+        ttft_s=None if ttft is None else latency_in(ttft, "--ttft"),
     )
     pictures = [out / "curve.png", out / "curve.svg"]
     try:

@@ -7,10 +7,11 @@ smoothing and its threshold, which need more points than one measures here:
 
 1. Only the frontier counts: points that no other one beats in throughput at the same latency or less.
 2. Latency and throughput are scaled so that the frontier runs from (0, 0) to (1, 1).
-3. The knee is where throughput is ahead of latency by most: the largest y - x. A frontier that nowhere lies
-above
-   its own diagonal has no bend; then every step costs as much as it gains, and the knee is its last point
-   where throughput still grows in proportion, which is the point of the highest throughput.
+3. The knee is where throughput is ahead of latency by most: the largest y - x.
+
+A frontier that nowhere lies above its own diagonal has no bend: every step costs as much as it gains. Where
+points beyond its last one gained nothing more, that last one is the knee; where nothing was measured beyond
+it, the knee lies out of range.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def frontier(points: Sequence[CurvePoint]) -> list[CurvePoint]:
 
 
 def find_knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
-    """The sweet spot, as this module says; None without a point that could be one."""
+    """The sweet spot, as this module says; None where it lies beyond what was measured."""
     curve = frontier(points)
     if not curve:
         return None
@@ -82,7 +83,10 @@ def find_knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
     throughputs = _scaled([point.output_tokens_per_s for point in curve])
     gains = [throughput - latency for latency, throughput in zip(latencies, throughputs, strict=True)]
     place = max(range(len(curve)), key=gains.__getitem__)
-    return curve[place] if gains[place] > 1e-9 else curve[-1]
+    if gains[place] > 1e-9:
+        return curve[place]
+    is_last = all(point.num_failed or point.tpot_p50_s <= curve[-1].tpot_p50_s for point in points)
+    return None if is_last else curve[-1]
 
 
 def _scaled(values: Sequence[float]) -> list[float]:

@@ -61,7 +61,8 @@ def convert_gguf(
     layers = [tensor for tensor in reader.tensors if tensor.name not in ROPE_FACTOR_TENSORS]
     _write_weights(layers, weights, folder, progress)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    names: tuple[str, ...] = ("bos_token_id", "eos_token_id")
+    ends = {name: config[name] for name in names if name in config}
     write_generation_config(folder, ends, sampling or SamplingDefaults())
 
 

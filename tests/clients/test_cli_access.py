@@ -12,7 +12,7 @@ from headrace.service.auth import AuthRules
 from headrace.service.identity import Role
 from headrace.service.server import Entrance
 from headrace.service.tls import TlsFiles, server_credentials
-from headrace.service.tokens import entry_line
+from headrace.service.token_drawing import entry_line
 from tests.support.certificates import Authority
 from tests.support.programs import run_headrace
 from tests.support.service import running_service
@@ -35,10 +35,17 @@ async def test_a_token_and_an_authority_open_an_encrypted_port(tmp_path: Path) -
         asked = ("generate", "to be", "--raw", "-n", "3", "-t", service.address)
         good = await run_headrace(*reach, "--token-file", str(mine), *asked)
         assert (good.status, good.err) == (0, "")
+        behind = await run_headrace(*asked, *reach, "--token-file", str(mine))
+        assert (behind.status, behind.err) == (0, "")
+        wrong = str(tmp_path / "wrong")
+        overruled = await run_headrace(
+            "--tls-ca", wrong, *reach[2:], *asked, *reach[:2], "--token-file", str(mine)
+        )
+        assert (overruled.status, overruled.err) == (0, "")
         refused = await run_headrace(*reach, *asked)
         assert refused.status == 1
         assert "authorization: Bearer" in refused.err
-        assert "--token-file FILE before the command" in refused.err
+        assert "--token-file FILE or HEADRACE_TOKEN" in refused.err
         checked = await run_headrace(
             *reach, "health", "-t", service.address, "--timeout", "20", environment={"HEADRACE_TOKEN": TOKEN}
         )
@@ -53,12 +60,19 @@ async def test_who_comes_to_a_port_in_the_wrong_way_is_told_the_right_one(tmp_pa
     async with running_service(entrance=entrance) as service:
         plain = await run_headrace(*asked, service.address)
         strange = await run_headrace("--tls-ca", str(stranger.cert), *asked, service.address)
+        talkative = await run_headrace(
+            *("--tls-ca", str(stranger.cert), *asked, service.address),
+            environment={"GRPC_VERBOSITY": "INFO"},
+        )
     async with running_service() as service:
         encrypted = await run_headrace("--tls-ca", str(authority.cert), *asked, service.address)
         operators = await run_headrace("budget", "-t", service.address)
-    assert "wants --tls or --tls-ca before the command" in plain.err
+    assert "wants --tls or --tls-ca" in plain.err
     assert "--tls-ca the authority of its certificate?" in strange.err
     assert "does the server speak TLS" in encrypted.err
+    # gRPC's core would tell of it in lines of its own, and does where it was told to.
+    assert strange.err.count("\n") == 1
+    assert talkative.err.count("\n") > 1
     assert "--control-port" in operators.err
     assert "Method not found" not in operators.err
 

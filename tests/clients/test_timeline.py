@@ -14,11 +14,13 @@ from headrace.clients.client import InferenceClient
 from headrace.clients.control import ControlClient
 from headrace.clients.demo_prompts import DemoRequest
 from headrace.clients.demo_server import DemoServer, running_server
+from headrace.clients.errors import Unavailable
 from headrace.clients.step_log import StepLog, Work, short_label
 from headrace.clients.timeline import (
     FORMATS,
     NothingRecordedError,
     RecordingLimits,
+    last_of,
     record,
     record_demo,
     write_log,
@@ -87,6 +89,23 @@ async def test_what_was_seen_is_kept_when_it_is_stopped_or_the_server_goes() -> 
         os.kill(server.pid, signal.SIGTERM)
         assert (await cut_off).num_requests == 1
         await asyncio.gather(answering, return_exceptions=True)
+
+
+async def test_reports_that_never_come_are_not_waited_for_and_faults_are_told() -> None:
+    lost = asyncio.create_task(_wait_for_ever())
+    await last_of(lost, 0.01)
+    assert not lost.done()
+    lost.cancel()
+    with pytest.raises(Unavailable, match="gone"):
+        await last_of(asyncio.create_task(_fail()), 300)
+
+
+async def _wait_for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def _fail() -> None:
+    raise Unavailable("gone")
 
 
 async def test_a_server_without_work_is_nothing_to_record(server: DemoServer) -> None:

@@ -60,14 +60,51 @@ def test_the_picture_has_load_rates_blocks_times_and_a_lane_for_each_slot(view: 
         "50.0 output",
         "102.4 prefill",
         "50 live, 10 cached, 140 free of 200 blocks",
-        "step 40.0 ms/50.0 ms   schedule 0.10 ms/0.20 ms",
+        "step 40.0/50.0  schedule 0.1/0.2",
     ):
         assert said in text
     lanes = [line.split() for line in text.splitlines()]
     assert ["0", "decode", "≥12", "≥40", "25.0", "first"] in lanes
     assert ["1", "prefill", "512", "0", "second", "[1]"] in lanes
-    assert ["2", "idle"] in lanes
+    assert ["2-3", "idle"] in lanes
     assert "not seen" not in text
+
+
+@pytest.mark.parametrize("view", [LiveTop, WholeTop])
+def test_a_terminal_of_eighty_columns_shows_all_of_it(view: Whole) -> None:
+    targets = LatencyClass(
+        None,
+        0.03,
+        0.5,
+        num_sequences=9000,
+        num_over_tpot=123,
+        num_over_ttft=45,
+        attained_tpot_p95_s=0.028,
+        attained_ttft_p95_s=0.64,
+    )
+    load = replace(
+        LOAD,
+        blocks=KvBlocks(134_144, 123_456, 10_000, 688),
+        model="smollm2-135m-instruct",
+        latency=LatencyStatus((targets,)),
+    )
+    parts = tuple(PartTime(name, 0.0405, 0.1234) for name in ("step", "schedule", "execute", "update"))
+    text = shown(view, replace(make_snapshot(), load=load, parts=parts), width=80)
+    assert "…" not in text
+    for said in (
+        "688 live, 10000 cached, 123456 free of 134144 blocks",
+        "step 40.5/123  schedule 40.5/123  execute 40.5/123  update 40.5/123",
+        "TPOT 30.0 ms (p95 28.0 ms, 123 of 9000 over)",
+        "TTFT 500.0 ms (p95 640.0 ms, 45 of 9000 over)",
+    ):
+        assert said in text
+
+
+def test_slots_that_rest_side_by_side_are_one_line() -> None:
+    busy = Lane(5, "1:first", 0, Work.DECODE, 12, 40, False, 25.04)
+    lanes = (*map(Lane, range(5)), busy, *map(Lane, range(6, 64)))
+    lines = [line.split() for line in shown(WholeTop, make_snapshot(lanes=lanes)).splitlines()]
+    assert lines[-3:] == [["0-4", "idle"], ["5", "decode", "≥12", "≥40", "25.0", "first"], ["6-63", "idle"]]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -89,7 +126,7 @@ def test_what_is_promised_is_told_with_how_it_is_kept() -> None:
     load = replace(LOAD, latency=LatencyStatus(classes))
     text = shown(WholeTop, replace(make_snapshot(), load=load))
     assert "promised  TPOT 30.0 ms (p95 28.0 ms, 1 of 9 over)" in text
-    assert "promised  priority 5: TTFT 500.0 ms (0 of 0 over)   can't be kept here" in text
+    assert "promised  priority 5: TTFT 500.0 ms (0 of 0 over)  can't be kept here" in text
     assert "promised  priority 7: nothing" in text
 
 

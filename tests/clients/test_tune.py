@@ -6,8 +6,7 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,9 @@ from headrace.clients.tune import (
     run_tune,
     serve_command,
 )
-from headrace.clients.tune_curve import CurvePoint, LatencyBudget
+from headrace.clients.tune_curve import CurvePoint, LatencyBudget, find_knee
 from headrace.clients.tune_plot import draw_curve
-from headrace.v1 import generation_pb2 as pb
-from tests.support.fake_scripts import Accept, Say, Step
+from tests.support.fake_scripts import HangsAfter
 from tests.support.fake_server import running_fake_server
 
 SERVE_FAKE = (sys.executable, "-m", "tests.support.serve_fake", "fine")
@@ -61,7 +59,8 @@ async def test_servers_of_its_own_one_for_each_token_budget(tmp_path: Path) -> N
     document = json.loads(made.path.read_text())
     assert document["schema"] == "headrace.tune/1"
     assert len(document["points"]) == 4
-    assert document["knee"]["concurrency"] in (1, 4)
+    knee = find_knee(made.points)
+    assert document["knee"] == (None if knee is None else asdict(knee))
     pictures = [tmp_path / "curve.png", tmp_path / "curve.svg"]
     draw_curve(made.points, LatencyBudget(tpot_s=0.05), "fake", pictures)
     assert all(path.stat().st_size > 1000 for path in pictures)
@@ -99,22 +98,12 @@ async def test_prompts_of_a_dataset_come_again_and_are_kept_out_of_the_cache(tmp
 
 
 async def test_a_tuning_that_is_ended_keeps_its_whole_points(tmp_path: Path) -> None:
-    hangs = asyncio.Event()
-
-    async def until_the_second_point(start: pb.StartGeneration) -> AsyncIterator[Step]:
-        yield Accept()
-        for _ in range(3):
-            yield Say("x")
-            await asyncio.sleep(0)
-        if len(server.record.starts) > 16 + 1 + 2:
-            hangs.set()
-            await asyncio.Event().wait()
-
-    async with running_fake_server(default=until_the_second_point) as server:
+    second_point = HangsAfter(16 + 1 + 2)
+    async with running_fake_server(default=second_point) as server:
         settings = running(server.target, 1, 2)
         made = tuning(tmp_path, settings)
         work = asyncio.create_task(run_tune(settings, made, QUIET))
-        await hangs.wait()
+        await second_point.hangs.wait()
         work.cancel()
         assert await work is False
     assert [point.concurrency for point in made.points] == [1]
@@ -145,6 +134,8 @@ async def test_answers_of_one_token_have_no_curve(tmp_path: Path) -> None:
         (TuneSettings((0, 1)), "begin at 1"),
         (TuneSettings((1,), batched_tokens=(0,)), "begin at 1"),
         (TuneSettings((1,), batched_tokens=(64,), backend=GrpcBackend("x:1")), "can't change"),
+        (TuneSettings((1,), serve_arguments=("--dtype", "auto", "--port=0")), "--port is set here"),
+        (TuneSettings((1,), serve_arguments=("--max-num-batched-tokens", "9")), "use --batched-tokens"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: TuneSettings, said: str) -> None:
@@ -171,10 +162,20 @@ def test_a_point_is_said_with_its_failures() -> None:
     )
 
 
+def test_advice_without_a_knee_says_what_to_measure_next() -> None:
+    twice = replace(POINT, concurrency=16, output_tokens_per_s=860.0, tpot_p50_s=0.036)
+    said, further, highest, flags = advice(TuneSettings((8, 16)), [POINT, twice], LatencyBudget())
+    assert said.startswith("No knee within the range")
+    assert further == "  --concurrency 16,32,64"
+    assert highest.startswith("Highest throughput: 16 at a time")
+    assert flags == "  headrace serve --max-num-seqs 16 --max-num-batched-tokens 512"
+
+
 def test_advice_names_the_knee_and_the_best_within_the_budget() -> None:
     slow = replace(POINT, concurrency=16, output_tokens_per_s=440.0, tpot_p50_s=0.05, tpot_p95_s=0.06)
-    settings = TuneSettings((8, 16), model="m")
-    knee, flags, best, best_flags = advice(settings, [POINT, slow], LatencyBudget(tpot_s=0.1))
+    slower = replace(slow, concurrency=32, output_tokens_per_s=430.0, tpot_p50_s=0.1, tpot_p95_s=0.12)
+    settings = TuneSettings((8, 16, 32), model="m")
+    knee, flags, best, best_flags = advice(settings, [POINT, slow, slower], LatencyBudget(tpot_s=0.1))
     assert knee.startswith("Sweet spot (knee): 16 at a time")
     assert best.startswith("Best within the budget: 16 at a time")
     assert "--max-num-seqs 16" in flags

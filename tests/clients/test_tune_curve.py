@@ -51,17 +51,21 @@ def test_the_knee_of_a_root_is_where_its_slope_is_that_of_the_diagonal(exponent:
     assert (knee.concurrency - 1) / 100 == pytest.approx(expected, abs=0.011)
 
 
-def test_without_a_bend_the_point_of_highest_throughput_is_taken() -> None:
+def test_without_a_bend_the_knee_is_out_of_range() -> None:
     straight = [point(i, 10 * i, 100 * i) for i in (1, 2, 3)]
     convex = [point(1, 10, 100), point(2, 20, 110), point(3, 30, 300)]
-    assert find_knee(straight) == straight[-1]
-    assert find_knee(convex) == convex[-1]
+    assert find_knee(straight) is None
+    assert find_knee(convex) is None
+    # Beyond it nothing more is gained: there is the bend.
+    assert find_knee([*straight, point(4, 45, 290)]) == straight[-1]
+    assert find_knee([*straight, point(4, 45, 290, num_failed=1)]) is None
 
 
-def test_few_points_are_enough_and_none_is_none() -> None:
+def test_too_few_points_have_no_knee() -> None:
     assert find_knee([]) is None
-    assert find_knee(SATURATING[:1]) == SATURATING[0]
-    assert find_knee(SATURATING[:2]) == SATURATING[1]
+    assert find_knee(SATURATING[:1]) is None
+    assert find_knee(SATURATING[:2]) is None
+    assert find_knee(SATURATING[:4]) == SATURATING[2]
 
 
 def test_points_that_others_beat_do_not_count() -> None:

@@ -100,6 +100,12 @@ TOLD = SamplingParams(num_prompt_logprobs=0)
         ({"prompt_len": 120, "max_tokens": 9}, "stop.max_tokens", "129, more than the model's context"),
         ({"prompt_len": 70, "max_tokens": 31}, "stop.max_tokens", "whole KV pool"),
         ({"prompt_len": 104, "max_tokens": None}, "prompt", "whole KV pool"),
+        (
+            {"prompt_len": 90, "max_tokens": None, "min_tokens": 39},
+            "stop.min_tokens",
+            "and 39 to make are 129",
+        ),
+        ({"prompt_len": 90, "max_tokens": None, "min_tokens": 11}, "stop.min_tokens", "whole KV pool"),
         ({"max_tokens": 0}, "stop.max_tokens", "at least 1, or 0 to have prompt logprobs alone"),
         ({"max_tokens": 0, "sampling": TOLD, "n": 2}, "stop.max_tokens", "at least 1 for 2 sequences"),
         ({"max_tokens": 0, "sampling": TOLD, "is_echoed": True}, "stop.max_tokens", "at least 1 with echo"),

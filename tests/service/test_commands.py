@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,19 @@ def test_help_names_the_cache_that_is_in_effect(
         with pytest.raises(SystemExit):
             command(["--help"])
         assert "(default: /elsewhere)" in capsys.readouterr().out
+
+
+def test_models_are_listed_with_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--cache", str(tmp_path)]) == 0
+    line = capsys.readouterr().out.splitlines()[0].split()
+    assert line[:7] == ["smollm2-135m-instruct", "not", "here", "yet,", "88.6MiB", "to", "fetch"]
+    assert main(["models", "--cache", str(tmp_path), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]
+    assert (first["spec"], first["download_bytes"], first["cached_bytes"]) == (
+        "smollm2-135m-instruct",
+        92871040,
+        0,
+    )
 
 
 def test_a_folder_that_holds_no_model_is_not_pulled(

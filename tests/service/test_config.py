@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from headrace.service.config import (
     load_config,
     quiet_grpc,
 )
+from headrace.service.config_help import OTHER, group_of
 from headrace.service.limits import Limits
 
 MODEL = ("--model", "m")
@@ -150,6 +152,8 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
     assert "--max-num-batched-tokens=50 is below --max-num-seqs=100" in problem
     (problem,) = problems(*MODEL, "--kv-memory", "1GiB", "--num-blocks", "50")
     assert "leave one out" in problem
+    (problem,) = problems(*MODEL, "--client-weights", "=1")
+    assert problem.startswith("--client-weights: a share is for a client, whose name stands before the =")
 
 
 def test_a_variable_that_kubernetes_sets_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +168,8 @@ def test_a_misspelt_variable_raises_a_doubt(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HEADRACE_SOMETHING_ELSE", "3")
     monkeypatch.setenv("HEADRACE_TLS_CA", "ca.pem")
     monkeypatch.setenv("HEADRACE_TOKEN", "of a client")
+    monkeypatch.setenv("HEADRACE_TARGET", "of a client")
+    monkeypatch.setenv("HEADRACE_CONTROL_TARGET", "of a client")
     assert list(environment_doubts()) == [
         "HEADRACE_MAX_NUM_SEQ is not known: did you mean HEADRACE_MAX_NUM_SEQS?"
     ]
@@ -177,6 +183,16 @@ def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
     for name, setting in ServiceConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert setting.description
+    assert text.startswith("usage: headrace serve --model MODEL [options]\n\n")
+    headings = re.findall(r"^  ([a-z ]+):$", text, flags=re.MULTILINE)
+    assert headings[:3] == ["model", "computing", "memory"]
+    assert len(headings) == len(set(headings)) >= 10
+    places = [
+        text.index(f"\n    {flag} ") for flag in ("--model", "--max-num-seqs", "--tls-cert", "--log-level")
+    ]
+    assert places == sorted(places)
+    # A new setting has a place among the others: see `config_help`.
+    assert [name for name in ServiceConfig.model_fields if group_of(name) == OTHER] == []
     assert "(default: 50051)" in text
     assert "16.0MiB" in text
     assert "null" not in text

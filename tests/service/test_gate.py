@@ -18,7 +18,7 @@ from headrace.service.auth import AuthRules
 from headrace.service.identity import Role
 from headrace.service.server import Entrance
 from headrace.service.tls import TlsFiles
-from headrace.service.tokens import entry_line
+from headrace.service.token_drawing import entry_line
 from headrace.v1.control_pb2 import DrainRequest, GetLoadRequest, WatchStepsRequest
 from headrace.v1.control_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest, SessionRequest

@@ -7,11 +7,24 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from headrace.engine import AsyncEngine
 from headrace.service.health import LIVENESS, READINESS
 from tests.support.fake_runner import make_fake_model
 from tests.support.service import Gate, RunningService, generate_ids, make_start, running_service, until
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+
+
+class LookedAt(AsyncEngine):
+    """An engine, and what was seen of its heartbeat."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._looked_at = engine
+        self.silences_s: list[float] = []
+
+    def seconds_since_progress(self) -> float:
+        self.silences_s.append(self._looked_at.seconds_since_progress())
+        return self.silences_s[-1]
 
 
 async def watched(service: RunningService, name: str = "") -> AsyncIterator[int]:
@@ -79,13 +92,15 @@ async def test_a_step_that_hangs_shows_and_its_end_shows_too() -> None:
 
 async def test_an_idle_engine_is_healthy() -> None:
     async with running_service() as service:
-        watching = asyncio.create_task(service.health.watch(service.engine, 0.001, 0.001))
         await generate_ids(service, make_start())
-        for _ in range(5):
-            await asyncio.sleep(0.002)
-        assert service.engine.seconds_since_progress() == 0.0
-        assert await service.check(LIVENESS) == SERVING
+        await until(lambda: service.engine.seconds_since_progress() == 0.0)
+        # Any silence at all would be a stall, and would be seen at the first look.
+        engine = LookedAt(service.engine)
+        watching = asyncio.create_task(service.health.watch(engine, 0.0, 0.0))
+        await until(lambda: len(engine.silences_s) >= 10)
         watching.cancel()
+        assert set(engine.silences_s) == {0.0}
+        assert await service.check(LIVENESS) == SERVING
 
 
 async def test_a_stall_does_not_make_a_server_ready_that_leaves() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from headrace.service.file_watch import UnusableFile
 from headrace.service.identity import Identity, Role
-from headrace.service.tokens import TokenFile, append_line, entry_line, new_token, read_entries
+from headrace.service.token_drawing import append_line, entry_line, new_token
+from headrace.service.tokens import TokenFile, read_entries
 
 TOKEN = "hr_some-token"
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()

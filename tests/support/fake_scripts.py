@@ -43,10 +43,12 @@ class Say:
 
 @dataclass(frozen=True)
 class Finish:
-    """One sequence ends normally."""
+    """One sequence ends normally; of its tokens, `num_accepted` were drafts."""
 
     reason: generation_pb2.FinishReason = generation_pb2.FINISH_REASON_STOP
     index: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,28 @@ async def says_and_hangs(start: generation_pb2.StartGeneration) -> AsyncIterator
     yield Accept()
     yield Say("one")
     await asyncio.Event().wait()
+
+
+class HangsAfter:
+    """Says three tokens to each request; once more than `num_requests` have begun, none ends any more.
+
+    Args:
+        num_requests: how many may end.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.hangs = asyncio.Event()
+        self._num_left = num_requests
+
+    async def __call__(self, start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
+        self._num_left -= 1
+        yield Accept()
+        for _ in range(3):
+            yield Say("x")
+            await asyncio.sleep(0)
+        if self._num_left < 0:
+            self.hangs.set()
+            await asyncio.Event().wait()
 
 
 async def echo(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
@@ -205,10 +229,16 @@ async def events_of(
             finished=finished,
         )
 
-    def finish(index: int, reason: generation_pb2.FinishReason) -> generation_pb2.GenerationEvent:
-        usage = generation_pb2.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=open_ones.pop(index))
+    def finish(end: Finish) -> generation_pb2.GenerationEvent:
+        usage = generation_pb2.Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=open_ones.pop(end.index),
+            draft_tokens_proposed=end.num_proposed,
+            draft_tokens_accepted=end.num_accepted,
+        )
         timings = generation_pb2.Timings(time_to_first_token=Duration(nanos=5_000_000))
-        return event(index, finished=generation_pb2.Finished(reason=reason, usage=usage, timings=timings))
+        finished = generation_pb2.Finished(reason=end.reason, usage=usage, timings=timings)
+        return event(end.index, finished=finished)
 
     async for step in script(start):
         match step:
@@ -220,7 +250,7 @@ async def events_of(
                 open_ones[step.index] += 1
                 yield event(step.index, delta=_delta(start, step, num_prompt_tokens if is_first else 0))
             case Finish():
-                yield finish(step.index, step.reason)
+                yield finish(step)
             case Fail():
                 yield step
                 return
@@ -228,7 +258,7 @@ async def events_of(
                 pass
         sequence += 1
     for index in list(open_ones):
-        yield finish(index, generation_pb2.FINISH_REASON_LENGTH)
+        yield finish(Finish(generation_pb2.FINISH_REASON_LENGTH, index))
         sequence += 1
 
 

@@ -1,0 +1,33 @@
+"""`headrace tokenize` and `headrace detokenize` as their users run them."""
+
+from __future__ import annotations
+
+import json
+
+from tests.support.fake_server import running_fake_server
+from tests.support.programs import run_headrace
+
+
+async def test_a_text_becomes_ids_and_ids_a_text() -> None:
+    async with running_fake_server() as server:
+        ids = await run_headrace("tokenize", "hé", "-t", server.target)
+        piped = await run_headrace("tokenize", "-", "-t", server.target, stdin="hé")
+        spelt = await run_headrace("tokenize", "hé", "-t", server.target, "--tokens")
+        whole = await run_headrace("tokenize", "hé", "-t", server.target, "--json")
+        text = await run_headrace("detokenize", "104", "233", "-t", server.target)
+        as_json = await run_headrace("detokenize", "104", "233", "-t", server.target, "--json")
+    assert (ids.status, ids.out, ids.err) == (0, "104 233\n", "")
+    assert piped.out == ids.out
+    assert spelt.out == '     104  "h"\n     233  "é"\n'
+    assert json.loads(whole.out) == {"token_ids": [104, 233], "tokens": ["h", "é"]}
+    assert (text.out, json.loads(as_json.out)) == ("hé\n", {"text": "hé"})
+
+
+async def test_what_is_no_id_is_refused() -> None:
+    word = await run_headrace("detokenize", "mill", "-t", "127.0.0.1:1")
+    negative = await run_headrace("detokenize", "-t", "127.0.0.1:1", "--", "-1")
+    large = await run_headrace("detokenize", "99999999999", "-t", "127.0.0.1:1")
+    assert (word.status, negative.status, large.status) == (2, 2, 2)
+    assert word.err == "headrace: 'mill' is no token id: use numbers such as 504 2365\n"
+    assert "'-1' is no token id" in negative.err
+    assert "token_ids" in large.err
