@@ -30,4 +30,4 @@ async def test_what_is_no_id_is_refused() -> None:
     assert (word.status, negative.status, large.status) == (2, 2, 2)
     assert word.err == "headrace: 'mill' is no token id: use numbers such as 504 2365\n"
     assert "'-1' is no token id" in negative.err
-    assert "token_ids" in large.err
+    assert "must be token ids: Value out of range: 99999999999" in large.err
