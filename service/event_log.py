@@ -8,6 +8,9 @@ from headrace.engine import FieldViolation
 from headrace.service.status import invalid_action
 from headrace.v1.generation_pb2 import GenerationEvent
 
+_MESSAGE_BYTES = 256
+"""What a message takes beside its content, rounded up."""
+
 
 class EventLog:
     """Keeps them until they are acknowledged.
@@ -35,7 +38,7 @@ class EventLog:
     def add(self, event: GenerationEvent) -> GenerationEvent:
         """Keep the next event, and give it back."""
         self._events.append(event)
-        self._num_bytes += event.ByteSize()
+        self._num_bytes += _MESSAGE_BYTES + event.ByteSize()
         return event
 
     def acknowledge(self, sequence: int) -> None:
@@ -52,7 +55,7 @@ class EventLog:
                 )
             )
         while self._first <= sequence:
-            self._num_bytes -= self._events.popleft().ByteSize()
+            self._num_bytes -= _MESSAGE_BYTES + self._events.popleft().ByteSize()
             self._first += 1
 
     def after(self, sequence: int | None) -> list[GenerationEvent]:

@@ -79,7 +79,7 @@ class Limits:
     max_unread_bytes: int = 64 * 2**20
     detach_grace_s: float = 60.0
     detach_buffer_bytes: int = 2**20
-    max_resumable: int = 1024
+    max_resumable: int = 512
 
     @property
     def max_rendered_bytes(self) -> int:

@@ -11,6 +11,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_BROKEN_WRITE = "Internal error from Core"
+"""What gRPC says, instead of a status, where a connection ends in the middle of a write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> HeadraceError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
         # gRPC's own words for a deadline that this side kept; a server's would say more.
         message = "the deadline passed before the answer was complete"
+    if error.code() is grpc.StatusCode.INTERNAL and message.startswith(_BROKEN_WRITE):
+        return Unavailable("the connection was lost while a message was sent")
     return _build(error.code(), message, _details_of(error))
 
 

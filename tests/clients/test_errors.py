@@ -55,6 +55,13 @@ async def test_a_failed_rpc_becomes_the_same_class(code: grpc.StatusCode) -> Non
     assert (caught.value.code, caught.value.message) == (code, "what was wrong")
 
 
+def test_a_connection_that_is_lost_in_the_middle_of_a_write_is_no_fault_of_the_server() -> None:
+    lost = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Internal error from Core"
+    )
+    assert type(errors.error_from_rpc(lost)) is errors.Unavailable
+
+
 async def test_field_violations_and_retry_delay_are_read_from_the_details() -> None:
     violations = bad_request(sampling__top_p="must be above 0", prompt="must not be empty")
     async with (

@@ -75,7 +75,7 @@ async def test_an_acknowledgement_is_for_what_can_be_resumed() -> None:
 
 
 async def test_no_more_is_told_than_may_be_sent_again_until_it_is_acknowledged() -> None:
-    limits = Limits(detach_buffer_bytes=200)
+    limits = Limits(detach_buffer_bytes=1000)
     async with running_service(long_model(), make_config(**BOUNDED), limits) as service:
         session = await begun(service)
         await until(lambda: service.engine.load().num_paused == 1)
@@ -90,7 +90,7 @@ async def test_no_more_is_told_than_may_be_sent_again_until_it_is_acknowledged()
 
 
 async def test_who_acknowledges_nothing_for_long_loses_that_request_alone() -> None:
-    limits = Limits(detach_buffer_bytes=200, slow_reader_s=0.2)
+    limits = Limits(detach_buffer_bytes=1000, slow_reader_s=0.2)
     async with running_service(long_model(), make_config(**BOUNDED), limits) as service:
         session = await begun(service)
         await session.until_end_of("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
     RawSession,
+    RunningService,
     detail,
     generate_ids,
     ids_of,
@@ -32,6 +34,10 @@ from tests.support.service import (
 
 def long_model() -> LoadedModel:
     return make_fake_model(max_model_len=4096, num_blocks=2048)
+
+
+def is_paused(service: RunningService, number: int) -> bool:
+    return service.engine.load().num_paused == number
 
 
 async def test_without_credit_so_much_is_made_ahead_and_then_nothing_until_there_is_some() -> None:
@@ -132,7 +138,7 @@ async def test_too_many_whose_readers_lag_are_given_up_and_told_so() -> None:
         session = RawSession(service.generation)
         for number, label in enumerate(("a", "b", "c")):
             await session.start(make_start(label, max_tokens=100, initial_credit=0))
-            await until(lambda number=number: service.engine.load().num_paused == min(2, number + 1))
+            await until(partial(is_paused, service, min(2, number + 1)))
         # Nobody has to grant anything to be told of a failure, and of what was made before it.
         await session.until_end_of("a")
         assert ids_of(session.events["a"]) == expected_output(PROMPT, len(ids_of(session.events["a"])))

@@ -81,8 +81,11 @@ async def test_to_wait_for_a_reader_is_neither_idle_nor_a_standstill():
 async def test_a_paused_request_ends_in_every_way(how):
     async with AsyncEngine(make_fake_model(), slow_readers()) as engine:
         now_s = time.monotonic()
-        options = {"time limit": {"time_limit_s": 0.5}, "deadline": {"deadline_s": now_s + 0.5}}.get(how, {})
-        request = make_request(max_tokens=60, **options)
+        request = make_request(
+            max_tokens=60,
+            time_limit_s=0.5 if how == "time limit" else None,
+            deadline_s=now_s + 0.5 if how == "deadline" else None,
+        )
         stream = engine.submit(request)
         await until_paused(engine)
         if how == "abort":

@@ -97,11 +97,12 @@ async def test_a_slot_that_is_too_full_asks_for_a_pause_once_and_tells_when_half
     stream = TokenStream(RequestId("r"), max_unread_tokens=4, on_room=told.append)
     for token_id in range(4):
         stream.put(TokenEvent(0, (token_id,), "x"))
-    assert not stream.is_overfull
+    asks = [stream.is_overfull]
     stream.put(TokenEvent(0, (4,), "x"))
-    assert stream.is_overfull
+    asks.append(stream.is_overfull)
     stream.pause()
-    assert not stream.is_overfull
+    asks.append(stream.is_overfull)
+    assert asks == [False, True, False]
     stream.take(2)
     assert (told, stream.num_unread_tokens) == ([], 3)
     stream.take(1)

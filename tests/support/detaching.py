@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from google.rpc import code_pb2
 
@@ -20,7 +21,7 @@ from tests.support.service import (
 )
 
 LONG = 600
-BOUNDED = {"max_unread_tokens": 32, "paused_hold_s": 1000.0}
+BOUNDED: dict[str, Any] = {"max_unread_tokens": 32, "paused_hold_s": 1000.0}
 
 
 def long_model(**options: object) -> LoadedModel:
