@@ -1,8 +1,10 @@
 import pytest
 
+from headrace.engine.errors import TextFailed
 from headrace.engine.sequence import OutputParams, StopConditions
 from headrace.engine.text import OutputText
 from tests.support.fake_runner import BOS, EOS, FakeTokenizer
+from tests.support.faults import Panic
 
 TEXT = "one 🦀 two, naïve. END more"
 
@@ -72,3 +74,34 @@ def test_a_stop_is_found_in_special_text_when_that_is_shown():
     shown = OutputParams(skip_special_tokens=False)
     assert run(ids, StopConditions(strings=("<s>",)), shown)[:2] == ("ab", "<s>")
     assert run(ids, StopConditions(strings=("<s>",)))[:2] == ("abcd", None)
+
+
+class BrokenTokenizer(FakeTokenizer):
+    """Breaks over the id 66 by what it is given."""
+
+    def __init__(self, fault: BaseException) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
+        if token_id == 66:
+            raise self._fault
+        return super().token_bytes(token_id, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("tell-nobody"), Panic("tell-nobody")])
+def test_a_tokenizer_that_breaks_is_told_as_the_fault_of_one_text(fault: BaseException) -> None:
+    text = OutputText(BrokenTokenizer(fault), OutputParams(), StopConditions())
+    assert text.push(65)[0] == "A"
+    with pytest.raises(TextFailed) as told:
+        text.push(66)
+    assert "tell-nobody" not in str(told.value)
+    with pytest.raises(TextFailed):
+        text.echo((65, 66))
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit()])
+def test_who_interrupts_is_no_broken_tokenizer(fault: BaseException) -> None:
+    text = OutputText(BrokenTokenizer(fault), OutputParams(), StopConditions())
+    with pytest.raises(type(fault)):
+        text.push(66)
