@@ -146,9 +146,9 @@ async def test_when_nothing_can_be_run_any_more_everybody_is_told_and_nobody_wai
         assert set(await asyncio.gather(*endings)) == {INTERNAL}
         await session.until_end_of("a", "b")
         # A step that fails as a whole is tried three times; whoever comes in between sees one of those.
-        endings = [await ending_of(service, neighbour(i)) for i in range(4)]
-        assert endings[-1] is grpc.StatusCode.UNAVAILABLE
-        assert set(endings) <= {INTERNAL, grpc.StatusCode.UNAVAILABLE}
+        later = [await ending_of(service, neighbour(i)) for i in range(4)]
+        assert later[-1] is grpc.StatusCode.UNAVAILABLE
+        assert set(later) <= {INTERNAL, grpc.StatusCode.UNAVAILABLE}
         assert await session.half_close() is OK
         assert service.engine.is_dead
         await until_no_task_but(before)

@@ -88,7 +88,7 @@ async def until_no_task_but(before: set[asyncio.Task[object]]) -> None:
     left: set[asyncio.Task[object]] = set()
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            while left := tasks_now() - before - {asyncio.current_task()}:  # type: ignore[arg-type]  # noqa: ASYNC110
+            while left := tasks_now() - before - {asyncio.current_task()}:  # noqa: ASYNC110
                 await asyncio.sleep(0)
     except TimeoutError:
         raise AssertionError(f"tasks were left behind: {left}") from None

@@ -172,12 +172,12 @@ class FaultyTokenizer:
             raise RuntimeError(SECRET) if self._fault.kind is raises else Panic(SECRET)
 
 
-def faulty_config(folder: Path, **scheduler: int) -> EngineConfig:
+def faulty_config(folder: Path) -> EngineConfig:
     """What an engine over `faulty_model` is told."""
     return EngineConfig(
         model=ModelConfig(folder, dtype="float32"),
         cache=CacheConfig(LAYOUT.block_size, LAYOUT.num_usable_blocks),
-        scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **scheduler}),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         check_integrity=True,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from types import MappingProxyType
 
@@ -18,7 +18,7 @@ from tests.support.service import make_start
 
 GENERATE = b"/headrace.v1.GenerationService/Generate"
 HOST = "127.0.0.1"
-Attack = Callable[[int], Awaitable[None]]
+Attack = Callable[[int], Coroutine[None, None, None]]
 
 
 class Connection:
