@@ -20,11 +20,6 @@ from tests.support.served_tiny import served_tiny
 CALLS_AT_ONCE = 100
 
 
-async def opened(address: str) -> grpc.aio.Channel:
-    """A channel of this loop."""
-    return grpc.aio.insecure_channel(address)
-
-
 def run(arguments: argparse.Namespace, folder: Path) -> None:
     """Fuzz one method after the other until the time is over; print how calls ended.
 
@@ -36,7 +31,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         served = served_tiny(folder)
         tiny = runner.run(served.__aenter__())
         try:
-            channels = [runner.run(opened(address)) for address in (tiny.address, tiny.control_address)]
+            channels = [grpc.insecure_channel(address) for address in (tiny.address, tiny.control_address)]
             work = [
                 (channel, method)
                 for channel, files in zip(channels, (CALLER_FILES, CONTROL_FILES), strict=True)
@@ -60,7 +55,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
                 f"{calls} calls in {arguments.seconds:g} s, the server is as new; it grew by {grown:.0f} MiB"
             )
             for channel in channels:
-                runner.run(channel.close())
+                channel.close()
         finally:
             runner.run(served.__aexit__(None, None, None))
 

@@ -10,13 +10,15 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import grpc
 import hypothesis
 from google.protobuf import message_factory, struct_pb2
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor, MethodDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -25,13 +27,13 @@ from hypothesis import strategies as st
 from headrace.v1 import control_pb2, generation_pb2, model_pb2
 from tests.support.service import make_start
 
-CALLER_FILES: tuple[FileDescriptor, ...] = (
+CALLER_FILES: tuple[Any, ...] = (
     generation_pb2.DESCRIPTOR,
     model_pb2.DESCRIPTOR,
     health_pb2.DESCRIPTOR,
     reflection_pb2.DESCRIPTOR,
 )
-CONTROL_FILES: tuple[FileDescriptor, ...] = (control_pb2.DESCRIPTOR,)
+CONTROL_FILES: tuple[Any, ...] = (control_pb2.DESCRIPTOR,)
 LEFT_OUT = frozenset({"headrace.v1.ControlService.Drain"})
 """A drained server takes nothing more, as it should."""
 
@@ -52,7 +54,7 @@ DOCUMENTED = frozenset(
 
 _MAX_DEPTH = 4
 _MAX_PAYLOAD_BYTES = 2**20
-_DEADLINE_S = 3.0
+_DEADLINE_S = 1.0
 _ENOUGH_MESSAGES = 40
 
 _TEXTS = st.one_of(
@@ -108,7 +110,7 @@ class Method:
         return f"/{self.descriptor.containing_service.full_name}/{self.descriptor.name}"
 
 
-def methods_of(files: tuple[FileDescriptor, ...]) -> list[Method]:
+def methods_of(files: tuple[Any, ...]) -> list[Method]:
     """All methods of some files, but those that are left out."""
     return [
         Method(method)
@@ -191,30 +193,26 @@ def payloads(draw: st.DrawFn, kind: Descriptor) -> bytes:
     return encoded
 
 
-async def outcome_of(channel: grpc.aio.Channel, method: Method, sent: list[bytes]) -> grpc.StatusCode:
-    """Call a method with these messages; how it ends. Streams without an end are left after a while."""
+def outcome_of(channel: grpc.Channel, method: Method, sent: list[bytes]) -> grpc.StatusCode:
+    """Call a method with these messages; how it ends. Streams without an end are left after a while.
+
+    Blocks. The asyncio client makes INTERNAL of a status that comes while it writes; this one does not.
+    """
     is_streaming = method.descriptor.client_streaming
-    make = channel.stream_stream if is_streaming else channel.unary_stream
-    call = make(method.path)(_all_of(sent) if is_streaming else sent[0], timeout=_DEADLINE_S)
+    make: Any = channel.stream_stream if is_streaming else channel.unary_stream
+    call = make(method.path)(iter(sent) if is_streaming else sent[0], timeout=_DEADLINE_S)
     has_no_end = method.descriptor.name.startswith("Watch")
     # The code is the answer.
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        for _ in range(1 if has_no_end else _ENOUGH_MESSAGES):
-            if await call.read() is grpc.aio.EOF:
-                break
-    if not call.done():
-        call.cancel()
-    code: grpc.StatusCode = await call.code()
+    with contextlib.suppress(grpc.RpcError):
+        for _ in islice(call, 1 if has_no_end else _ENOUGH_MESSAGES):
+            pass
+    call.cancel()
+    code: grpc.StatusCode = call.code()
     return code
 
 
-async def _all_of(sent: list[bytes]) -> AsyncIterator[bytes]:
-    for encoded in sent:
-        yield encoded
-
-
 def fuzz(
-    runner: asyncio.Runner, channel: grpc.aio.Channel, method: Method, num_calls: int, seed: int
+    runner: asyncio.Runner, channel: grpc.Channel, method: Method, num_calls: int, seed: int
 ) -> Counter[grpc.StatusCode]:
     """Call one method again and again with whatever comes of `seed`; how often it ended how.
 
@@ -233,7 +231,7 @@ def fuzz(
     )
     @hypothesis.given(st.lists(payloads(method.descriptor.input_type), min_size=1, max_size=most))
     def ends_as_documented(sent: list[bytes]) -> None:
-        code = runner.run(outcome_of(channel, method, sent))
+        code = runner.run(asyncio.to_thread(outcome_of, channel, method, sent))
         outcomes[code] += 1
         assert code in DOCUMENTED, f"{method.path} ended with {code.name} for {sent!r}"
 
