@@ -40,8 +40,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         yield tiny
 
 
-# Seen twice, not yet explained: beside thousands of calls that are given up as soon as they are made, the good
-# client's own stream ended with CANCELLED.
+# Seen twice, not yet explained: beside thousands of calls that are given up as soon as they are made, the
+# good client's own stream ended with CANCELLED.
 KNOWN = pytest.mark.xfail(reason="rapid resets may cancel a neighbour's stream", strict=False)
 
 
