@@ -195,7 +195,7 @@ def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:
         )
     if not kit.linears.suits_quantised():
         raise ConfigError(
-            f"weight dtype {wanted} needs a processor with AVX-512 VNNI and BF16: use weight dtype same"
+            f"weight dtype {wanted} needs an x86 processor with AVX2, FMA and F16C: use weight dtype same"
         )
     return kind
 

@@ -55,6 +55,8 @@ _VARIANT_FLAGS = {
     "generic": (),
 }
 _VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "quantised.cpp", "tokens.cpp")
+# What another variant's code does for one (see api.cpp).
+_BORROWED = {("avx512", "quantised.cpp")}
 _COMMON_SOURCES = ("api.cpp", "plan.cpp", "stack.cpp")
 _X86 = ("x86_64", "AMD64")
 
@@ -72,7 +74,7 @@ class _Unit:
 
 def library_stem() -> str:
     """Begin of the file name of every library that is built from these sources for this kind of machine."""
-    digest = hashlib.sha256(repr((_FLAGS, sorted(_VARIANT_FLAGS.items()))).encode())
+    digest = hashlib.sha256(repr((_FLAGS, sorted(_VARIANT_FLAGS.items()), sorted(_BORROWED))).encode())
     for source in sorted(KERNELS.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return f"headrace-native-{platform.system()}-{platform.machine()}-{digest.hexdigest()[:16]}".lower()
@@ -122,7 +124,11 @@ def _units(work: Path) -> list[_Unit]:
     variants = _VARIANT_FLAGS if platform.machine() in _X86 else {"generic": ()}
     for variant, variant_flags in variants.items():
         flags = (*_FLAGS, *variant_flags, f"-DHEADRACE_VARIANT={variant}")
-        units += [_Unit(KERNELS / name, flags, work / f"{variant}-{name}.o") for name in _VARIANT_SOURCES]
+        units += [
+            _Unit(KERNELS / name, flags, work / f"{variant}-{name}.o")
+            for name in _VARIANT_SOURCES
+            if (variant, name) not in _BORROWED
+        ]
     return units
 
 

@@ -44,7 +44,7 @@ class NativeLinears:
 
     def suits_quantised(self) -> bool:
         """Whether this processor multiplies whole numbers fast enough to make quantised weights worth it."""
-        return self._library.variant in ("avx512bf16", "avx2")  # the first have VNNI too
+        return self._library.variant != "generic"
 
     def make_quantised(
         self, weight: QuantisedWeight, dtype: torch.dtype, bias: Tensor | None = None

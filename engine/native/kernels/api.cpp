@@ -20,6 +20,20 @@ namespace {
 
 using namespace headrace;
 
+// What the variant `whole` has for products of whole numbers, `variant` uses too.
+#define HEADRACE_KERNELS(variant, whole)                                                                     \
+  constexpr Kernels variant##_kernels = {                                                                    \
+      #variant,         variant::attention_scratch, variant::attend,   variant::rms_norm,                    \
+      variant::gated_silu, variant::rotate,         variant::can_multiply, variant::multiply,                \
+      whole::quantise,  whole::multiply_quantised,  variant::argmax}
+
+#if defined(__x86_64__)
+HEADRACE_KERNELS(avx512bf16, avx512bf16);
+HEADRACE_KERNELS(avx512, avx2);
+HEADRACE_KERNELS(avx2, avx2);
+#endif
+HEADRACE_KERNELS(generic, generic);
+
 // The variants that this processor can run, the best one first.
 int usable_variants(const Kernels** out) {
   int count = 0;
@@ -30,11 +44,11 @@ int usable_variants(const Kernels** out) {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-    out[count++] = &avx512bf16::kernels;
-  if (has_avx512) out[count++] = &avx512::kernels;
-  if (has_avx2) out[count++] = &avx2::kernels;
+    out[count++] = &avx512bf16_kernels;
+  if (has_avx512) out[count++] = &avx512_kernels;
+  if (has_avx2) out[count++] = &avx2_kernels;
 #endif
-  out[count++] = &generic::kernels;
+  out[count++] = &generic_kernels;
   return count;
 }
 

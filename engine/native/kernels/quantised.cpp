@@ -6,8 +6,14 @@
 // of all 32 outputs in fp16, then the weights. Of eight bits: for each four inputs, all 32 outputs. Of four bits: for each
 // half of the outputs and each four inputs of the group's first half, these in the low and those 16 inputs on in the
 // high bits of a byte.
+#include <type_traits>
+
 #include "rows.h"
 #include "variant.h"
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define HEADRACE_AVX2_ONLY
+#endif
 
 namespace {
 
@@ -17,52 +23,210 @@ using headrace::LinearCall;
 using headrace::QuantisedRows;
 using headrace::WeightKind;
 
+// The sums of so many rows fill the registers, with all outputs of a panel or, with AVX2, half of them.
 #if defined(__AVX512VNNI__)
-constexpr int kMaxRows = 6;  // 6 rows x 2 vectors, of whole and of real sums, fill the registers
+constexpr int kMaxRows = 6;
+constexpr int vectors_at_once(int) { return kVectors; }
 #define UNROLL_HERE HEADRACE_UNROLL
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kMaxRows = 4;  // 4 rows x 2 vectors of whole sums, half a panel of them, and what is multiplied
+#define UNROLL_UNITS HEADRACE_UNROLL
+#elif defined(HEADRACE_AVX2_ONLY)
+constexpr int kMaxRows = 4;
+constexpr int vectors_at_once(int num_rows) { return num_rows == 1 ? kVectors : 1; }
 #define UNROLL_HERE HEADRACE_UNROLL
-#define HEADRACE_HALF_PANELS
+// GCC would add the products of several units in another order, for which there are not registers enough.
+#define UNROLL_UNITS _Pragma("GCC unroll 1")
 #else
-constexpr int kMaxRows = 1;  // without the instruction nothing is gained by more
+constexpr int kMaxRows = 1;  // without such instructions nothing is gained by more
+constexpr int vectors_at_once(int) { return kVectors; }
 #define UNROLL_HERE
+#define UNROLL_UNITS
 #endif
 constexpr int kUnits = kGroup / 4;
 constexpr int kLineBytes = 64;
 
+// A group's inputs of some rows, as they are kept.
+struct BytesOfRows {
+  const int8_t* bytes;
+  int64_t row_bytes;
+  int32_t four(int row, int unit) const {
+    int32_t inputs;
+    std::memcpy(&inputs, bytes + row * row_bytes + 4 * unit, 4);
+    return inputs;
+  }
+};
+
+// What follows for each instruction set: sixteen sums of whole numbers, I16; a group's inputs of some rows; the weights
+// of one unit, four inputs, for sixteen outputs; and a unit's inputs for all of them. `sums_of` ends what `start` begins.
+
 #if defined(__AVX512VNNI__)
 
 typedef __m512i I16;
+typedef __m512i Unit;
+typedef __m512i Inputs;
 
-inline I16 splat_int(int32_t x) { return _mm512_set1_epi32(x); }
-inline F16 to_floats(I16 a) { return _mm512_cvtepi32_ps(a); }
-// Four products per lane: bytes of `weights` without a sign, of the input with one.
-inline I16 dot_add(I16 sums, I16 weights, I16 input) { return _mm512_dpbusd_epi32(sums, weights, input); }
+template <WeightKind Kind, int R>
+using GroupInputs = BytesOfRows;
+template <WeightKind Kind>
+inline Unit unit_of(I16 bytes) {
+  return bytes;
+}
+inline Inputs inputs_of(const BytesOfRows& rows, int row, int unit) { return _mm512_set1_epi32(rows.four(row, unit)); }
 inline I16 load_bytes(const char* p) { return _mm512_loadu_si512(p); }
 inline I16 low_halves(I16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 inline I16 high_halves(I16 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 
-#elif !defined(HEADRACE_HALF_PANELS)
+// Weights of eight bits are stored 128 too large, to have no sign.
+template <WeightKind Kind>
+inline I16 start(int32_t total) {
+  return _mm512_set1_epi32(Kind == headrace::kInt8 ? -128 * total : 0);
+}
+// Four products per lane: bytes of `weights` without a sign, of the input with one.
+template <WeightKind Kind>
+inline I16 dot_add(I16 sums, Unit weights, Inputs input) {
+  return _mm512_dpbusd_epi32(sums, weights, input);
+}
+template <WeightKind Kind>
+inline F16 sums_of(I16 sums) {
+  return _mm512_cvtepi32_ps(sums);
+}
+
+#elif defined(HEADRACE_AVX2_ONLY)
+
+struct I16 {
+  __m256i low, high;
+};
+inline I16 load_bytes(const char* p) {
+  const __m256i* from = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+}
+inline __m256i low_halves(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+inline I16 low_halves(I16 a) { return {low_halves(a.low), low_halves(a.high)}; }
+inline I16 high_halves(I16 a) {
+  return {low_halves(_mm256_srli_epi16(a.low, 4)), low_halves(_mm256_srli_epi16(a.high, 4))};
+}
+
+// The processor multiplies bytes in 16 bits, where two products of four-bit weights and inputs fit, even those of a whole
+// group. Two of eight-bit weights don't: these are multiplied as numbers of 16 bits, in 32.
+template <WeightKind Kind>
+struct UnitOf {
+  I16 bytes;
+};
+template <>
+struct UnitOf<headrace::kInt8> {
+  I16 even, odd;
+};
+template <WeightKind Kind>
+struct InputsOf {
+  __m256i bytes;
+};
+template <>
+struct InputsOf<headrace::kInt8> {
+  __m256i even, odd;
+};
+
+// A group's inputs of R rows as numbers of 16 bits: of each unit the first and the third, the second and the fourth.
+template <int R>
+struct WideInputs {
+  explicit WideInputs(const BytesOfRows& rows) {
+    UNROLL_HERE
+    for (int r = 0; r < R; ++r) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows.bytes + r * rows.row_bytes));
+      const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs[r][0]), even);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs[r][1]), _mm256_srai_epi16(bytes, 8));
+    }
+  }
+  alignas(32) int32_t pairs[R][2][kUnits];
+};
+
+template <WeightKind Kind, int R>
+using GroupInputs = typename std::conditional<Kind == headrace::kInt8, WideInputs<R>, BytesOfRows>::type;
+
+template <int R>
+inline InputsOf<headrace::kInt8> inputs_of(const WideInputs<R>& rows, int row, int unit) {
+  return {_mm256_set1_epi32(rows.pairs[row][0][unit]), _mm256_set1_epi32(rows.pairs[row][1][unit])};
+}
+inline InputsOf<headrace::kInt4> inputs_of(const BytesOfRows& rows, int row, int unit) {
+  return {_mm256_set1_epi32(rows.four(row, unit))};
+}
+
+template <WeightKind Kind>
+inline UnitOf<Kind> unit_of(I16 bytes) {
+  if constexpr (Kind == headrace::kInt4) {
+    return {bytes};
+  } else {
+    const __m256i low_byte = _mm256_set1_epi16(255);
+    return {{_mm256_and_si256(bytes.low, low_byte), _mm256_and_si256(bytes.high, low_byte)},
+            {_mm256_srli_epi16(bytes.low, 8), _mm256_srli_epi16(bytes.high, 8)}};
+  }
+}
+
+// Weights of eight bits are stored 128 too large, to have no sign.
+template <WeightKind Kind>
+inline I16 start(int32_t total) {
+  const __m256i sums = _mm256_set1_epi32(Kind == headrace::kInt8 ? -128 * total : 0);
+  return {sums, sums};
+}
+// Sums stay in their register and are added to in the order of the source.
+inline __m256i in_register(__m256i sums) {
+  asm("" : "+x"(sums));
+  return sums;
+}
+inline __m256i dot_add(__m256i sums, __m256i even, __m256i odd, const InputsOf<headrace::kInt8>& input) {
+  sums = in_register(_mm256_add_epi32(sums, _mm256_madd_epi16(even, input.even)));
+  return in_register(_mm256_add_epi32(sums, _mm256_madd_epi16(odd, input.odd)));
+}
+template <WeightKind Kind>
+inline I16 dot_add(I16 sums, const UnitOf<Kind>& weights, const InputsOf<Kind>& input) {
+  if constexpr (Kind == headrace::kInt4) {
+    return {in_register(_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(weights.bytes.low, input.bytes))),
+            in_register(_mm256_add_epi16(sums.high, _mm256_maddubs_epi16(weights.bytes.high, input.bytes)))};
+  } else {
+    return {dot_add(sums.low, weights.even.low, weights.odd.low, input),
+            dot_add(sums.high, weights.even.high, weights.odd.high, input)};
+  }
+}
+template <WeightKind Kind>
+inline __m256 sums_of(__m256i sums) {
+  static_assert(kUnits * 2 * 15 * 127 < 32768, "a group's sums must fit in 16 bits");
+  return _mm256_cvtepi32_ps(Kind == headrace::kInt4 ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums);
+}
+template <WeightKind Kind>
+inline F16 sums_of(I16 sums) {
+  return {sums_of<Kind>(sums.low), sums_of<Kind>(sums.high)};
+}
+
+#else
 
 struct I16 {
   uint32_t lane[kLanes];
 };
+typedef uint32_t Inputs;
 
-inline I16 splat_int(int32_t x) {
+template <WeightKind Kind, int R>
+using GroupInputs = BytesOfRows;
+template <WeightKind Kind>
+inline I16 unit_of(I16 bytes) {
+  return bytes;
+}
+inline Inputs inputs_of(const BytesOfRows& rows, int row, int unit) { return uint32_t(rows.four(row, unit)); }
+template <WeightKind Kind>
+inline I16 start(int32_t total) {
   I16 r;
-  for (int i = 0; i < kLanes; ++i) r.lane[i] = uint32_t(x);
+  for (int i = 0; i < kLanes; ++i) r.lane[i] = Kind == headrace::kInt8 ? 0u - 128u * uint32_t(total) : 0u;
   return r;
 }
-inline F16 to_floats(I16 a) {
+template <WeightKind Kind>
+inline F16 sums_of(I16 sums) {
   float lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = float(int32_t(a.lane[i]));
+  for (int i = 0; i < kLanes; ++i) lanes[i] = float(int32_t(sums.lane[i]));
   return load(lanes);
 }
-inline I16 dot_add(I16 sums, I16 weights, I16 input) {
+template <WeightKind Kind>
+inline I16 dot_add(I16 sums, I16 weights, Inputs input) {
   for (int i = 0; i < kLanes; ++i)
     for (int byte = 0; byte < 4; ++byte)
-      sums.lane[i] += uint32_t(int32_t((weights.lane[i] >> 8 * byte) & 255) * int8_t(input.lane[i] >> 8 * byte));
+      sums.lane[i] += uint32_t(int32_t((weights.lane[i] >> 8 * byte) & 255) * int8_t(input >> 8 * byte));
   return sums;
 }
 inline I16 load_bytes(const char* p) {
@@ -81,14 +245,14 @@ inline I16 high_halves(I16 a) {
 
 #endif
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+inline F16 load_halves(const char* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+#elif defined(HEADRACE_AVX2_ONLY)
 inline F16 load_halves(const char* p) {
   const __m128i* from = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
-}
-#elif defined(__AVX512F__)
-inline F16 load_halves(const char* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 #else
 inline float half_to_float(uint16_t half) {
@@ -114,165 +278,69 @@ constexpr int64_t group_bytes(WeightKind kind) {
   return kind == headrace::kInt8 ? kPanel * 2 + kGroup * kPanel : kPanel * 4 + kGroup * kPanel / 2;
 }
 
-#if !defined(HEADRACE_HALF_PANELS)
-
-// One group of one panel for R rows: adds to `sums`.
+// One group of one panel for R rows: adds to `all_sums`.
 template <WeightKind Kind, int R>
 inline void add_group(const char* packed, const int8_t* in, int64_t row_bytes, const float* scales,
-                      const int32_t* totals, int64_t num_groups, F16 (&sums)[R][kVectors]) {
+                      const int32_t* totals, int64_t num_groups, F16 (&all_sums)[R][kVectors]) {
+  constexpr int kAtOnce = vectors_at_once(R);
   const char* weights = packed + (Kind == headrace::kInt8 ? 2 : 4) * kPanel;
-  I16 dots[R][kVectors];
-  UNROLL_HERE
-  for (int r = 0; r < R; ++r) {
-    // Weights of eight bits are stored 128 too large, to have no sign.
-    const I16 start = splat_int(Kind == headrace::kInt8 ? -128 * totals[r * num_groups] : 0);
+  const GroupInputs<Kind, R> inputs(BytesOfRows{in, row_bytes});
+  for (int first = 0; first < kVectors; first += kAtOnce) {
+    // Else GCC keeps all inputs of one half of the outputs for the other, on the stack.
+    if (kAtOnce < kVectors) asm volatile("" : : "r"(&inputs) : "memory");
+    I16 dots[R][kAtOnce];
     UNROLL_HERE
-    for (int v = 0; v < kVectors; ++v) dots[r][v] = start;
-  }
-  const auto add_unit = [&](int unit, const I16(&w)[kVectors]) {
-    UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, in + r * row_bytes + 4 * unit, 4);
-      const I16 input = splat_int(four);
+    for (int r = 0; r < R; ++r)
       UNROLL_HERE
-      for (int v = 0; v < kVectors; ++v) dots[r][v] = dot_add(dots[r][v], w[v], input);
-    }
-  };
-  if (Kind == headrace::kInt8) {
-    UNROLL_HERE
-    for (int unit = 0; unit < kUnits; ++unit) {
-      I16 w[kVectors];
+      for (int v = 0; v < kAtOnce; ++v) dots[r][v] = start<Kind>(totals[r * num_groups]);
+    const auto add_unit = [&](int unit, const I16(&bytes)[kAtOnce]) {
+      decltype(unit_of<Kind>(bytes[0])) w[kAtOnce];
       UNROLL_HERE
-      for (int v = 0; v < kVectors; ++v) w[v] = load_bytes(weights + (unit * kVectors + v) * kLineBytes);
-      add_unit(unit, w);
-    }
-  } else {
-    UNROLL_HERE
-    for (int unit = 0; unit < kUnits / 2; ++unit) {
-      I16 low[kVectors], high[kVectors];
+      for (int v = 0; v < kAtOnce; ++v) w[v] = unit_of<Kind>(bytes[v]);
       UNROLL_HERE
-      for (int v = 0; v < kVectors; ++v) {
-        const I16 both = load_bytes(weights + (v * kUnits / 2 + unit) * kLineBytes);
-        low[v] = low_halves(both);
-        high[v] = high_halves(both);
+      for (int r = 0; r < R; ++r) {
+        const auto input = inputs_of(inputs, r, unit);
+        UNROLL_HERE
+        for (int v = 0; v < kAtOnce; ++v) dots[r][v] = dot_add<Kind>(dots[r][v], w[v], input);
       }
-      add_unit(unit, low);
-      add_unit(unit + kUnits / 2, high);
+    };
+    if (Kind == headrace::kInt8) {
+      UNROLL_UNITS
+      for (int unit = 0; unit < kUnits; ++unit) {
+        I16 w[kAtOnce];
+        UNROLL_HERE
+        for (int v = 0; v < kAtOnce; ++v) w[v] = load_bytes(weights + (unit * kVectors + first + v) * kLineBytes);
+        add_unit(unit, w);
+      }
+    } else {
+      UNROLL_UNITS
+      for (int unit = 0; unit < kUnits / 2; ++unit) {
+        I16 low[kAtOnce], high[kAtOnce];
+        UNROLL_HERE
+        for (int v = 0; v < kAtOnce; ++v) {
+          const I16 both = load_bytes(weights + ((first + v) * kUnits / 2 + unit) * kLineBytes);
+          low[v] = low_halves(both);
+          high[v] = high_halves(both);
+        }
+        add_unit(unit, low);
+        add_unit(unit + kUnits / 2, high);
+      }
     }
-  }
-  UNROLL_HERE
-  for (int v = 0; v < kVectors; ++v) {
-    const F16 scale = load_halves(packed + v * kLanes * 2);
     UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      F16 part = mul(to_floats(dots[r][v]), scale);
-      if (Kind == headrace::kInt4)
-        part = fma(load_halves(packed + (kPanel + v * kLanes) * 2), splat(float(totals[r * num_groups])), part);
-      sums[r][v] = fma(part, splat(scales[r * num_groups]), sums[r][v]);
+    for (int v = 0; v < kAtOnce; ++v) {
+      const char* halves = packed + (first + v) * kLanes * 2;
+      const F16 scale = load_halves(halves);
+      UNROLL_HERE
+      for (int r = 0; r < R; ++r) {
+        F16 part = mul(sums_of<Kind>(dots[r][v]), scale);
+        if (Kind == headrace::kInt4)
+          part = fma(load_halves(halves + kPanel * 2), splat(float(totals[r * num_groups])), part);
+        F16& sums = all_sums[r][first + v];
+        sums = fma(part, splat(scales[r * num_groups]), sums);
+      }
     }
   }
 }
-
-#else
-
-// The same sums by instructions that multiply 8 by 8 bits or 16 by 16 and add neighbours. Products of two numbers of
-// eight bits fill 16 bits, so those are multiplied as numbers of 16; with weights of four bits, the sums of all of a
-// group fit in.
-struct Halves {
-  __m256i low, high;  // of 16 outputs
-};
-
-inline __m256i load_line_half(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-
-// Inputs of a group as numbers of 16 bits: for each unit of four, the first and the third, the second and the fourth.
-struct WideGroup {
-  int32_t even[kUnits], odd[kUnits];
-};
-
-inline void widen_group(const int8_t* in, WideGroup* out) {
-  const __m256i bytes = load_line_half(reinterpret_cast<const char*>(in));
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->even), even);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->odd), _mm256_srai_epi16(bytes, 8));
-}
-
-template <int R>
-inline void dots_of_bytes(const char* weights, const WideGroup (&in)[R], Halves (&dots)[R]) {
-  const __m256i low_byte = _mm256_set1_epi16(255);
-  UNROLL_HERE
-  for (int unit = 0; unit < kUnits; ++unit) {
-    const __m256i low = load_line_half(weights + unit * kPanel * 4), high = load_line_half(weights + unit * kPanel * 4 + 32);
-    const Halves even = {_mm256_and_si256(low, low_byte), _mm256_and_si256(high, low_byte)};
-    const Halves odd = {_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8)};
-    UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      const __m256i first = _mm256_set1_epi32(in[r].even[unit]), second = _mm256_set1_epi32(in[r].odd[unit]);
-      dots[r].low = _mm256_add_epi32(dots[r].low, _mm256_madd_epi16(even.low, first));
-      dots[r].high = _mm256_add_epi32(dots[r].high, _mm256_madd_epi16(even.high, first));
-      dots[r].low = _mm256_add_epi32(dots[r].low, _mm256_madd_epi16(odd.low, second));
-      dots[r].high = _mm256_add_epi32(dots[r].high, _mm256_madd_epi16(odd.high, second));
-    }
-  }
-}
-
-template <int R>
-inline void dots_of_half_bytes(const char* weights, const int8_t* in, int64_t row_bytes, Halves (&dots)[R]) {
-  const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  const auto add_unit = [&](int unit, __m256i low, __m256i high) {
-    UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, in + r * row_bytes + 4 * unit, 4);
-      const __m256i input = _mm256_set1_epi32(four);
-      dots[r].low = _mm256_add_epi16(dots[r].low, _mm256_maddubs_epi16(low, input));
-      dots[r].high = _mm256_add_epi16(dots[r].high, _mm256_maddubs_epi16(high, input));
-    }
-  };
-  UNROLL_HERE
-  for (int unit = 0; unit < kUnits / 2; ++unit) {
-    const __m256i low = load_line_half(weights + unit * kLineBytes), high = load_line_half(weights + unit * kLineBytes + 32);
-    add_unit(unit, _mm256_and_si256(low, low_bits), _mm256_and_si256(high, low_bits));
-    add_unit(unit + kUnits / 2, _mm256_and_si256(_mm256_srli_epi16(low, 4), low_bits),
-             _mm256_and_si256(_mm256_srli_epi16(high, 4), low_bits));
-  }
-  UNROLL_HERE
-  for (int r = 0; r < R; ++r) {
-    dots[r].low = _mm256_madd_epi16(dots[r].low, ones);
-    dots[r].high = _mm256_madd_epi16(dots[r].high, ones);
-  }
-}
-
-// One group of one panel for R rows: adds to `sums`.
-template <WeightKind Kind, int R>
-inline void add_group(const char* packed, const int8_t* in, int64_t row_bytes, const float* scales,
-                      const int32_t* totals, int64_t num_groups, F16 (&sums)[R][kVectors]) {
-  const char* weights = packed + (Kind == headrace::kInt8 ? 2 : 4) * kPanel;
-  WideGroup wide[R];
-  if (Kind == headrace::kInt8)
-    for (int r = 0; r < R; ++r) widen_group(in + r * row_bytes, &wide[r]);
-  for (int v = 0; v < kVectors; ++v) {
-    Halves dots[R];
-    UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      // Weights of eight bits are stored 128 too large, to have no sign.
-      const __m256i start = _mm256_set1_epi32(Kind == headrace::kInt8 ? -128 * totals[r * num_groups] : 0);
-      dots[r] = {start, start};
-    }
-    if (Kind == headrace::kInt8) dots_of_bytes<R>(weights + v * kLineBytes, wide, dots);
-    else dots_of_half_bytes<R>(weights + v * (kUnits / 2) * kLineBytes, in, row_bytes, dots);
-    const F16 scale = load_halves(packed + v * kLanes * 2);
-    UNROLL_HERE
-    for (int r = 0; r < R; ++r) {
-      F16 part = mul({_mm256_cvtepi32_ps(dots[r].low), _mm256_cvtepi32_ps(dots[r].high)}, scale);
-      if (Kind == headrace::kInt4)
-        part = fma(load_halves(packed + (kPanel + v * kLanes) * 2), splat(float(totals[r * num_groups])), part);
-      sums[r][v] = fma(part, splat(scales[r * num_groups]), sums[r][v]);
-    }
-  }
-}
-
-#endif
 
 // What is fetched meanwhile: the groups of the next panel that are this run of rows' share.
 struct NextPanel {
@@ -305,15 +373,17 @@ void multiply_rows(const LinearCall& call, int64_t row, int64_t panel, NextPanel
 
 template <WeightKind Kind, typename Stored, typename Out>
 void multiply_some(const LinearCall& call, int64_t row, int count, int64_t panel, NextPanel next) {
-#if defined(__AVX512VNNI__) || defined(HEADRACE_HALF_PANELS)
+#if defined(__AVX512VNNI__) || defined(HEADRACE_AVX2_ONLY)
   switch (count) {
     case 2: return multiply_rows<Kind, Stored, Out, 2>(call, row, panel, next);
     case 3: return multiply_rows<Kind, Stored, Out, 3>(call, row, panel, next);
     case 4: return multiply_rows<Kind, Stored, Out, 4>(call, row, panel, next);
+  }
+#endif
 #if defined(__AVX512VNNI__)
+  switch (count) {
     case 5: return multiply_rows<Kind, Stored, Out, 5>(call, row, panel, next);
     case 6: return multiply_rows<Kind, Stored, Out, 6>(call, row, panel, next);
-#endif
   }
 #endif
   if (count == 1) multiply_rows<Kind, Stored, Out, 1>(call, row, panel, next);
@@ -356,15 +426,17 @@ inline int32_t store_bytes(F16 x, int8_t* out) {
   const __m512i whole = _mm512_cvtps_epi32(x);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(whole));
   return _mm512_reduce_add_epi32(whole);
-#elif defined(HEADRACE_HALF_PANELS)
+#elif defined(HEADRACE_AVX2_ONLY)
   const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
-                   _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
-  const __m256i eight = _mm256_add_epi32(low, high);
-  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+  // What comes of a NaN keeps its lowest byte, zero.
+  const __m256i lowest = _mm256_set1_epi32(255), pairs = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+  const __m256i words = _mm256_packus_epi32(_mm256_and_si256(low, lowest), _mm256_and_si256(high, lowest));
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words, words), pairs);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
+  __m256i total = _mm256_add_epi32(low, high);
+  total = _mm256_hadd_epi32(total, total);
+  total = _mm256_hadd_epi32(total, total);
+  return int32_t(uint32_t(_mm256_extract_epi32(total, 0)) + uint32_t(_mm256_extract_epi32(total, 4)));
 #else
   int32_t total = 0;
   for (int i = 0; i < kLanes; ++i) {

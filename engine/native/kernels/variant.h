@@ -21,9 +21,6 @@
                 int64_t first, int64_t last);                                                                    \
   void multiply_quantised(const headrace::LinearCall&, int64_t first_row, int64_t last_row, int64_t first_panel, \
                           int64_t last_panel);                                                                   \
-  constexpr headrace::Kernels kernels = {                                                                        \
-      #variant,     attention_scratch, attend,   rms_norm,           gated_silu, rotate,                         \
-      can_multiply, multiply,          quantise, multiply_quantised, argmax};                                    \
   }
 
 #if defined(HEADRACE_VARIANT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import choose_weight_kind, load_decoder
 from headrace.engine.native.backend import NativeCpuBackend
 from headrace.engine.native.kit import native_kit
-from headrace.engine.native.library import load_default
+from headrace.engine.native.library import NativeLibrary, load_default
+from headrace.engine.native.linear import NativeLinears
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
@@ -29,7 +31,7 @@ BLOCKS_PER_ROW = 4
 def load(folder: Path, weight_dtype: str) -> Decoder:
     kit = native_kit()
     if weight_dtype != "same" and (kit is None or not kit.linears.suits_quantised()):
-        pytest.skip("quantised weights need compiled kernels and a processor with VNNI")
+        pytest.skip("quantised weights need compiled kernels and a processor with AVX2")
     return load_decoder(ModelConfig(folder, dtype="float32", weight_dtype=weight_dtype), CPU).decoder
 
 
@@ -90,6 +92,19 @@ def test_without_the_kernels_the_refusal_says_what_to_run(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"headrace\.engine\.native\.build, or use weight dtype same"):
         choose_weight_kind("int8", CPU)
     choose_weight_kind("same", CPU)
+
+
+def test_without_fast_whole_numbers_the_refusal_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = native_kit()
+    if kit is None:
+        pytest.skip("there are no compiled kernels to look at")
+    plain = NativeLibrary(kit.library.path, "generic")
+    slow = dataclasses.replace(kit, library=plain, linears=NativeLinears(plain))
+    monkeypatch.setattr("headrace.engine.models.loader.native_kit", lambda: slow)
+    with pytest.raises(
+        ConfigError, match="int4 needs an x86 processor with AVX2, FMA and F16C: use weight dtype same"
+    ):
+        choose_weight_kind("int4", CPU)
 
 
 def test_on_a_gpu_it_is_refused() -> None:

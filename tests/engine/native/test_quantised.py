@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from headrace.engine.native.quantised import GROUP_SIZE, QuantisedWeight, Weight
 
 KINDS = [pytest.param(kind, id=kind.name) for kind in (WeightKind.INT8, WeightKind.INT4)]
 DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
+SIGNS = ["plus", "minus", "alternating", "mixed"]
 # (outputs, inputs): whole panels and groups, rests of them, less than one.
 SHAPES = [(96, 64), (100, 30), (1, 2), (33, 576), (70, 130)]
 
@@ -28,6 +31,46 @@ def rounded_in_groups(inputs: torch.Tensor) -> torch.Tensor:
     inverse = torch.full_like(greatest, 127.0) / greatest
     whole = torch.where(greatest > 0, groups * inverse, 0.0).round()
     return (whole * (greatest / 127)).flatten(1)[:, : inputs.shape[1]]
+
+
+def added_by_groups(weight: QuantisedWeight, inputs: torch.Tensor, *, is_fused: bool) -> torch.Tensor:
+    """What the kernels compute, (M, N), to the bit: sums of whole numbers, groups added in order.
+
+    Args:
+        inputs: (M, K).
+        is_fused: whether a sum and its product are rounded once.
+    """
+
+    def add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return (a.double() * b.double() + c.double()).float() if is_fused else a * b + c
+
+    groups = torch.nn.functional.pad(inputs.float(), (0, -inputs.shape[1] % GROUP_SIZE))
+    groups = groups.unflatten(1, (-1, GROUP_SIZE))
+    greatest = groups.abs().amax(dim=-1)
+    whole = (groups * (torch.full_like(greatest, 127.0) / greatest)[..., None]).round().double()
+    row_scales, totals = greatest / torch.full_like(greatest, 127.0), whole.sum(-1).float()
+    meant = weight.numbers.double() - (128 if weight.kind is WeightKind.INT8 else 0)
+    sums = torch.zeros(inputs.shape[0], weight.numbers.shape[0])
+    for group in range(groups.shape[1]):
+        part = (whole[:, group] @ meant[:, group].T).float() * weight.scales[:, group].float()
+        if weight.kind is WeightKind.INT4:
+            part = add(weight.least[:, group].float().expand_as(part), totals[:, group, None], part)
+        sums = add(part, row_scales[:, group, None], sums)
+    return sums
+
+
+def is_fused(library: NativeLibrary) -> bool:
+    """Whether a variant rounds a sum and its product once."""
+    return library.variant != "generic" or platform.machine() in ("aarch64", "arm64")
+
+
+def signs_of(pattern: str, shape: tuple[int, int], *, seed: int) -> torch.Tensor:
+    """Ones with the signs of one of `SIGNS`."""
+    up = torch.ones(shape)
+    if pattern == "mixed":
+        return up.copysign(numbers(*shape, seed=seed))
+    up[:, 1::2] *= -1 if pattern == "alternating" else 1
+    return -up if pattern == "minus" else up
 
 
 def make(
@@ -98,6 +141,41 @@ def test_bias_and_residual_in_every_variant(
     torch.testing.assert_close(added, expected + residual.float(), atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 11])
+def test_every_bit_is_that_of_whole_numbers_added_group_by_group(
+    any_library: NativeLibrary, num_rows: int, kind: WeightKind, dtype: torch.dtype
+) -> None:
+    weight = quantise(numbers(70, 290), kind)
+    inputs = numbers(num_rows, 290, dtype=dtype, seed=1)
+    expected = added_by_groups(weight, inputs, is_fused=is_fused(any_library))
+    assert torch.equal(make(any_library, weight, dtype).wide(inputs), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weight_signs", SIGNS)
+@pytest.mark.parametrize("input_signs", SIGNS)
+def test_no_sum_of_extremes_is_cut_off(
+    any_library: NativeLibrary, kind: WeightKind, weight_signs: str, input_signs: str
+) -> None:
+    shape, num_groups = (37, 96), 3
+    least, most = (1, 255) if kind is WeightKind.INT8 else (0, 15)
+    is_up = signs_of(weight_signs, shape, seed=1) > 0
+    weight = QuantisedWeight(
+        kind,
+        shape[1],
+        torch.where(is_up, most, least).to(torch.uint8).unflatten(1, (num_groups, GROUP_SIZE)),
+        numbers(shape[0], num_groups, seed=2).abs().half(),
+        torch.zeros(shape[0], num_groups).half()
+        if kind is WeightKind.INT8
+        else numbers(shape[0], num_groups, seed=3).half(),
+    )
+    inputs = 2.5 * signs_of(input_signs, (5, shape[1]), seed=4)
+    expected = added_by_groups(weight, inputs, is_fused=is_fused(any_library))
+    assert torch.equal(make(any_library, weight, torch.float32)(inputs), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_sums_do_not_overflow(any_library: NativeLibrary, kind: WeightKind) -> None:
     width = 4096
@@ -108,16 +186,19 @@ def test_the_largest_sums_do_not_overflow(any_library: NativeLibrary, kind: Weig
     torch.testing.assert_close(layer(inputs), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_rows_and_threads_change_no_bit(library: NativeLibrary, kind: WeightKind) -> None:
-    weight, inputs = quantise(numbers(300, 256), kind), numbers(200, 256, dtype=torch.bfloat16, seed=1)
+def test_other_rows_and_threads_change_no_bit(
+    any_library: NativeLibrary, kind: WeightKind, dtype: torch.dtype
+) -> None:
+    weight, inputs = quantise(numbers(300, 256), kind), numbers(200, 256, dtype=dtype, seed=1)
     before = torch.get_num_threads()
     results = []
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        layer = make(library, weight, torch.bfloat16)
+        layer = make(any_library, weight, dtype)
         results.append(layer(inputs))
-        for first, last in ((0, 1), (3, 5), (100, 112), (17, 33), (199, 200)):
+        for first, last in ((0, 1), (3, 5), (6, 9), (40, 44), (100, 112), (17, 33), (199, 200)):
             assert torch.equal(layer(inputs[first:last]), results[0][first:last])
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -152,5 +233,5 @@ def test_what_does_not_fit_is_refused(library: NativeLibrary) -> None:
         make(library, weight, torch.float32)(numbers(2, 32))
 
 
-def test_only_where_it_is_faster(library: NativeLibrary) -> None:
-    assert not NativeLinears(NativeLibrary(library.path, "generic")).suits_quantised()
+def test_only_where_it_is_faster(any_library: NativeLibrary) -> None:
+    assert NativeLinears(any_library).suits_quantised() == (any_library.variant != "generic")
