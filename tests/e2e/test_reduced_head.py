@@ -112,10 +112,6 @@ class Watched:
         self.results.append(self._runner.execute(plan))
         return self.results[-1]
 
-    def warm_up(self, num_prefill_tokens: int, num_decode_rows: int) -> None:
-        """See `Runner.warm_up`."""
-        self._runner.warm_up(num_prefill_tokens, num_decode_rows)
-
     def close(self) -> None:
         """See `Runner.close`."""
         self._runner.close()

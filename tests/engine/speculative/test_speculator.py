@@ -83,13 +83,22 @@ class DraftHarness:
         self.kv = KVCacheManager(CacheLayout(1000, 4))
         config = speculating(Speculation.DRAFT_MODEL)
         self.speculator = Speculator(config, make_proposer(config, self.kv, 1000), seconds_of)
-        self.sequence = decoding(max_tokens=5000)
         self.propose_s = 0.0
-        self.kv.allocate_slots(self.sequence.sequence_id, 2000)
-        self.speculator.begin(self.sequence)
+        self.begin()
         # The first step that would have drafts shows what one without takes.
         if seconds_of is not dear:
             assert self.speculator.plan([self.sequence], 100) == {}
+
+    def begin(self) -> None:
+        """Go on with a new sequence."""
+        self.sequence = decoding(max_tokens=5000)
+        self.kv.allocate_slots(self.sequence.sequence_id, 2000)
+        self.speculator.begin(self.sequence)
+
+    def end(self) -> None:
+        """The sequence is over."""
+        self.speculator.forget(self.sequence)
+        self.kv.free(self.sequence.sequence_id)
 
     def step(self, *, is_right: bool, propose_s: float = 0.0, is_mute: bool = False) -> int:
         """How many drafts are planned; the sequence then has one token more, and those that are right.
@@ -162,8 +171,11 @@ def test_a_prompt_is_not_caught_up_with_where_drafts_are_too_seldom_kept():
     harness = DraftHarness(middling)
     other = decoding()
     assert harness.speculator.catch_up(other, 12, 1) is not None
-    for _ in range(60):
-        harness.step(is_right=False)
+    for _ in range(20):
+        for _ in range(4):
+            harness.step(is_right=False)
+        harness.end()
+        harness.begin()
     assert harness.speculator.catch_up(other, 12, 1) is None
 
 
