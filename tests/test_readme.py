@@ -22,6 +22,7 @@ from tests.support.programs import HEADRACE, run_headrace
 from tests.support.repository import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = ROOT / "tests" / "benchmarks"
 ADDRESS = "127.0.0.1:50051"
 
 
@@ -144,6 +145,12 @@ async def test_every_flag_and_variable_that_is_named_exists() -> None:
     helps = [await run_headrace(*command, "--help") for command in [(), *((name,) for name in commands)]]
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(outcome.out for outcome in helps)))
     known |= {"--help", "--raw", "--only"}
+    known |= {"--read-only"}  # `docker run`'s
+    for name in set(re.findall(r"python -m tests\.benchmarks\.(\w+)", README)):
+        program = next(
+            path for path in (BENCHMARKS / f"{name}.py", BENCHMARKS / name / "__main__.py") if path.exists()
+        )
+        known |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= known
     variables = set(re.findall(r"HEADRACE_[A-Z_]+", README))
