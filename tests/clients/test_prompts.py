@@ -69,6 +69,7 @@ def test_every_option_has_its_field() -> None:
         "cache_bypass": False,
         "speculation": False,
         "num_speculative_tokens": 6,
+        "detach": True,
     }
     constraints = {"json_schema", "regex", "grammar", "choice"}
     assert options.keys() | constraints == RequestOptions.__annotations__.keys()
@@ -108,6 +109,7 @@ def test_every_option_has_its_field() -> None:
         constraint=pb.Constraint(json_object=True),
         cache=pb.CacheOptions(salt="tenant", bypass=False),
         speculation=pb.SpeculationOptions(enabled=False, num_speculative_tokens=6),
+        detach=True,
     )
     expected.time_limit.FromMilliseconds(1500)
     assert start_message("p", options) == expected
