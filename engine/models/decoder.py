@@ -49,9 +49,10 @@ class Decoder:
         # A packed head keeps its own copy: the lookup below needs the embedding row by row.
         # What the head gets wrong no later layer can mend: it has eight bits at least.
         head_kind = WeightKind.INT8 if weight_kind is WeightKind.INT4 else weight_kind
-        head = self._embedding if spec.tied_head else weights.read(HEAD)
         if reduced_head is not None:
             head = reduced_head.weight.to(device=self.device, dtype=self.dtype)
+        else:
+            head = self._embedding if spec.tied_head else weights.read(HEAD)
         self._num_logits = head.shape[0]
         self._head = make_linear(head, kind=head_kind)
         # The reference rounds the factor to the model's type, and so the model was trained.

@@ -20,6 +20,7 @@ from headrace.engine.models.loader import (
     choose_weight_kind,
     read_spec,
 )
+from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import rotary_bytes
 from headrace.engine.models.spec import DecoderSpec
 from headrace.engine.native.quantised import WeightKind
@@ -114,6 +115,9 @@ class _Planned:
 def _draft(config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype) -> _Planned:
     _, spec = read_spec(path)
     check_backend(config.model.attention_backend, attention_task(config, device, spec, dtype))
+    if (path / REDUCED_HEAD_FILE).is_file():
+        # A head of its own that lies in the folder, too, is not read.
+        spec = replace(spec, tied_head=True)
     kind = choose_weight_kind(config.speculation.draft_weight_dtype, device)
     return _Planned(spec, dtype, kind, spec.default_len)
 

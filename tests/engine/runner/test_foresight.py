@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    Speculation,
+    SpeculationConfig,
+)
 from headrace.engine.errors import ConfigError
 from headrace.engine.models.loader import DTYPES, read_spec
+from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import RotaryTable, rotary_bytes
 from headrace.engine.runner.foresight import check_machine, check_room
 from headrace.engine.runner.loading import load
@@ -97,6 +105,23 @@ def test_it_is_refused_before_weights_are_looked_for(
 def test_weights_that_find_no_room_are_told_of(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the weights take .* are free.*--weight-dtype"):
         check_room(make_config(folder), CPU, torch.float32, 1000)
+
+
+def test_a_whole_head_that_a_reduced_one_replaces_takes_no_room(
+    tmp_path: Path, folder: Path, config_file: dict[str, Any]
+) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    # Its head takes 49 MiB, and so does its embedding.
+    folder_of(draft, config_file, vocab_size=200_000, tie_word_embeddings=False)
+    config = replace(
+        make_config(folder, CacheConfig(block_size=4, num_blocks=100)),
+        speculation=SpeculationConfig(Speculation.DRAFT_MODEL, draft),
+    )
+    with pytest.raises(ConfigError, match="the weights take"):
+        check_room(config, CPU, torch.float32, 70 * MIB)
+    (draft / REDUCED_HEAD_FILE).touch()
+    check_room(config, CPU, torch.float32, 70 * MIB)
 
 
 @pytest.mark.parametrize(
