@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -14,7 +12,7 @@ from grpc_status import rpc_status
 from headrace.service.auth import Admittance, Authenticator
 from headrace.service.edge import Edge
 from headrace.service.identity import Caller, acting_for
-from headrace.service.interceptors import Context, Handler, behaviour_of, handler_like
+from headrace.service.interceptors import Context, Handler, behaviour_of, handler_like, outcome_of
 from headrace.service.status import RpcFailure
 from headrace.service.telemetry import RarelyLogged
 
@@ -68,7 +66,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 caller = Caller(known.identity, _host_of(context.peer()), traceparent, known.is_current)
                 try:
                     with self._edge.quotas.rpc(caller.account), acting_for(caller):
-                        return await _outcome(respond(request, context), context)
+                        return await outcome_of(respond(request, context), context)
                 except RpcFailure as failure:
                     # What else is raised in there has become a status already.
                     await self._refuse(context, failure, method)
@@ -90,16 +88,6 @@ class Gate(grpc.aio.ServerInterceptor):
         self._refusals.log(reason=failure.reason, method=method[:128], peer=_host_of(context.peer()))
         await context.abort_with_status(rpc_status.to_status(failure.to_status()))
         raise AssertionError("abort_with_status always raises")
-
-
-async def _outcome(response: Any, context: Context) -> Any:
-    """What a handler of either kind answers: a message to await, or messages to write."""
-    if not inspect.isasyncgen(response):
-        return await response
-    async with aclosing(response) as messages:
-        async for message in messages:
-            await context.write(message)
-    return None
 
 
 def _unknown_method() -> RpcFailure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +16,7 @@ from grpc_status import rpc_status
 
 from headrace.service.identity import current_caller
 from headrace.service.metrics import Metrics
-from headrace.service.status import failure_from, invalid, slow_reader, undecodable
+from headrace.service.status import RpcFailure, failure_from, invalid, slow_reader, undecodable
 from headrace.service.telemetry import log, places_of
 from headrace.service.unsupported import unknown_fields
 
@@ -34,6 +35,16 @@ def behaviour_of(handler: Handler) -> Callable[..., Any]:
     if behaviour is None:
         raise AssertionError("no method of ours takes a stream and gives one message")
     return behaviour
+
+
+async def outcome_of(response: Any, context: Context) -> Any:
+    """What a handler of either kind answers: a message to await, or messages to write."""
+    if not inspect.isasyncgen(response):
+        return await response
+    async with aclosing(response) as messages:
+        async for message in messages:
+            await context.write(message)
+    return None
 
 
 def handler_like(
@@ -57,7 +68,7 @@ class Guard(grpc.aio.ServerInterceptor):
     - an exception becomes a status in one place, with nothing in it that isn't meant for the caller;
     - a cancellation by the caller goes on to gRPC, one of our own becomes INTERNAL (the caller would hang);
     - a stream's generator is closed before the RPC ends, so what it holds is given back at once;
-    - a message that can't be decoded is INVALID_ARGUMENT;
+    - a message that can't be decoded is INVALID_ARGUMENT, in every other service, too;
     - a message that its reader doesn't fetch in time ends the RPC with RESOURCE_EXHAUSTED.
 
     Args:
@@ -81,11 +92,13 @@ class Guard(grpc.aio.ServerInterceptor):
         """Wrap the handler of one RPC."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        # Unknown methods have no handler; other services mind themselves.
-        if handler is None or not method.startswith(_OURS):
-            return handler
+        # Unknown methods have no handler; other services mind themselves, once their messages are decoded.
+        if handler is None:
+            return None
         respond = behaviour_of(handler)
-        if handler.unary_unary:
+        if not method.startswith(_OURS):
+            guarded = self._foreign(respond, is_unary=not handler.request_streaming)
+        elif handler.unary_unary:
             guarded = self._unary(method, respond)
         else:
             guarded = self._stream(method, respond, is_unary=not handler.request_streaming)
@@ -112,6 +125,16 @@ class Guard(grpc.aio.ServerInterceptor):
                     await self._write_all(responses, context)
 
             await self._answered(method, context, work())
+
+        return guarded
+
+    def _foreign(self, respond: Callable[..., Any], *, is_unary: bool) -> Callable[..., Any]:
+        async def guarded(request: Any, context: Context) -> Any:
+            try:
+                decoded = _decoded(request) if is_unary else _all_decoded(request)
+                return await outcome_of(respond(decoded, context), context)
+            except RpcFailure as failure:
+                await context.abort_with_status(rpc_status.to_status(failure.to_status()))
 
         return guarded
 

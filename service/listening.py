@@ -73,8 +73,11 @@ class Listener:
         host = _ANY_ADDRESS.get(self.endpoint.host, self.endpoint.host)
         try:
             _, writer = await asyncio.open_connection(host, self.endpoint.port)
-        except OSError:
+        except ConnectionRefusedError:
             return False
+        except OSError:
+            # Too many open files, say, or a reset: no proof that nobody listens, and the next look is soon.
+            return True
         writer.close()
         return True
 

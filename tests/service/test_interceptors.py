@@ -8,8 +8,13 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from headrace.engine import InvalidRequest
+from headrace.service.health import Health
 from headrace.service.interceptors import Context, Guard
 from headrace.v1.control_pb2 import GetLoadRequest, GetLoadResponse, WatchStepsRequest, WatchStepsResponse
 from headrace.v1.control_pb2_grpc import (
@@ -217,6 +222,59 @@ async def test_what_can_not_be_decoded_is_the_senders_fault(method: str) -> None
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "not a valid protobuf" in str(refusal.value.details())
     assert [entry for entry in logs if entry["log_level"] in ("warning", "error")] == []
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "grpc.health.v1.Health/Check",
+        "grpc.health.v1.Health/Watch",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_the_services_of_libraries_blame_the_sender_for_what_can_not_be_decoded(method: str) -> None:
+    async def one() -> AsyncIterator[bytes]:
+        yield b"\xff"
+
+    async with running_service() as service, grpc.aio.insecure_channel(service.address) as opened:
+        channel: Any = opened
+        if method.endswith("Info"):
+            call = channel.stream_stream(f"/{method}")(one())
+        else:
+            call = channel.unary_stream(f"/{method}")(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call.read()
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await service.check() == 1
+
+
+async def test_other_services_answer_behind_the_guard_alone() -> None:
+    server = grpc.aio.server(interceptors=[Guard(60.0)])
+    health_pb2_grpc.add_HealthServicer_to_server((await Health.start()).servicer, server)
+    reflection.enable_server_reflection(["a.Name"], server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as opened:
+            channel: Any = opened
+            stub: Any = health_pb2_grpc.HealthStub(opened)
+            reflecting: Any = ServerReflectionStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            call = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"))
+            assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+            call.cancel()
+
+            async def requests() -> AsyncIterator[ServerReflectionRequest]:
+                yield ServerReflectionRequest(list_services="")
+
+            (names,) = [told async for told in reflecting.ServerReflectionInfo(requests())]
+            assert "a.Name" in [service.name for service in names.list_services_response.service]
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff")
+            assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    finally:
+        await server.stop(None)
 
 
 async def test_an_unknown_method_is_unimplemented() -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 
 from headrace.engine import AsyncEngine
+from headrace.service import listening
 from headrace.service.health import Health
 from headrace.service.limits import Limits
 from headrace.service.listening import Listener
@@ -89,3 +92,26 @@ async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> N
             )
         assert list(answer.completions[0].token_ids) == expected_output(PROMPT, 4)
         assert ids_of([response.event async for response in running]) == expected_output(PROMPT, 8)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNRESET, errno.EADDRNOTAVAIL])
+async def test_a_look_that_fails_for_another_reason_opens_no_port_again(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    num_looks, num_made = 0, 0
+
+    async def fail(*_: object) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        raise OSError(number, "as the test wants it")
+
+    def make() -> grpc.aio.Server:
+        nonlocal num_made
+        num_made += 1
+        return grpc.aio.server()
+
+    monkeypatch.setattr(listening, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(asyncio, "open_connection", fail)
+    async with looked_after(Listener(make, Endpoint("127.0.0.1", 0), "--port", stream_grace_s=30.0)):
+        await until(lambda: num_looks > 3)
+    assert num_made == 1
