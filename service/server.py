@@ -35,6 +35,8 @@ from headrace.v1 import (
 )
 
 _CHANNELZ_NAMES = tuple(service.full_name for service in channelz_pb2.DESCRIPTOR.services_by_name.values())
+_MAX_PENDING_CONNECTIONS = 16
+"""As many connections may have all their calls wait to be taken up before the calls of others suffer."""
 
 
 class BindError(Exception):
@@ -205,6 +207,7 @@ def _make_server(
     # Past its age a connection takes no new RPC; for those that run gRPC waits without end.
     ages = [] if max_connection_age_s is None else [int(1e3 * max_connection_age_s)]
     authenticator = entrance.authenticator or Authenticator(AuthRules(Role.GENERATE))
+    max_pending_calls = _MAX_PENDING_CONNECTIONS * limits.max_concurrent_streams
     return grpc.aio.server(
         interceptors=[
             Gate(authenticator, edge),
@@ -223,6 +226,10 @@ def _make_server(
             ("grpc.per_message_decompression", 0),
             # Of one connection: more streams wait at the client.
             ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
+            # Of all connections, not yet taken up by Python, 15 kB each: gRPC ends one more with CANCELLED,
+            # whoever made it. Its own bound, 1,000 to 3,000, is less than what one connection may have open.
+            ("grpc.server.max_pending_requests", max_pending_calls),
+            ("grpc.server.max_pending_requests_hard_limit", max_pending_calls),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
             # Whoever connects and then says nothing, or too little, is hung up on.
