@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 Response: TypeAlias = health_pb2.HealthCheckResponse
@@ -37,6 +38,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service is known here")
         return Response(status=status)
+
+    async def List(self, request: Message, context: Context) -> Message:
+        """The status of every name that has one, now."""
+        statuses = {name: Response(status=status) for name, status in self._status.items()}
+        # The published types are older than the method.
+        listed: Message = health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
+        return listed
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context

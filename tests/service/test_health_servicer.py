@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -67,5 +68,24 @@ async def test_a_watcher_who_takes_nothing_holds_up_nobody() -> None:
             watch.cancel()
             unknown.cancel()
         deaf.close()
+    finally:
+        await server.stop(None)
+
+
+async def test_all_names_are_listed_with_what_each_of_them_is_now() -> None:
+    servicer, server = HealthServicer(), grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    servicer.set(("", "liveness"), "SERVING")
+    servicer.set([""], "NOT_SERVING")
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            listed = await stub.List(health_pb2.HealthListRequest())  # type: ignore[attr-defined]
+        assert {name: told.status for name, told in listed.statuses.items()} == {
+            "": NOT_SERVING,
+            "liveness": SERVING,
+        }
     finally:
         await server.stop(None)

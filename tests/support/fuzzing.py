@@ -47,7 +47,6 @@ DOCUMENTED = frozenset(
         _CODE.RESOURCE_EXHAUSTED,
         _CODE.DEADLINE_EXCEEDED,
         _CODE.CANCELLED,
-        _CODE.UNIMPLEMENTED,
     }
 )
 """How a call may end on a server that is healthy and not on its way out: INTERNAL and UNKNOWN never."""
