@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -148,6 +149,7 @@ class Bench:
 
     def _flags(self, setting: str) -> list[str]:
         flags = ["--model", self._options.model, "--max-num-waiting", "100000", "--log-level", "warning"]
+        flags += shlex.split(self._options.serve)
         if setting.startswith(BUDGET):
             targets = ("--target-tpot-ms", f"{self._options.tpot_ms:g}", "--target-ttft-ms")
             flags += ["--max-num-seqs", "64", *targets, f"{self._options.ttft_ms:g}"]
@@ -233,6 +235,7 @@ def main() -> None:
         "--out", type=Path, required=True, help="JSON file of what is measured, kept up to date"
     )
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--serve", default="", help="more flags for all servers: --serve=--weight-dtype=int4")
     parser.add_argument("--tpot-ms", type=float, default=25.0)
     parser.add_argument("--ttft-ms", type=float, default=1000.0)
     parser.add_argument("--loads", default="0.5,0.8,1,1.5", help="shares of the capacity")

@@ -231,7 +231,7 @@ async def test_two_of_one_client_have_two_labels_until_one_is_over() -> None:
 
 async def test_the_deadline_of_the_stream_is_none_of_the_request() -> None:
     async with running_service(long_model(), make_config(**BOUNDED)) as service:
-        first = RawSession(service.generation, timeout_s=0.3)
+        first = RawSession(service.generation, timeout_s=2.0)
         await first.start(make_start("a", max_tokens=LONG, detach=True, initial_credit=3))
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await first.until_end_of("a")

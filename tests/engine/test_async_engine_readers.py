@@ -83,8 +83,8 @@ async def test_a_paused_request_ends_in_every_way(how):
         now_s = time.monotonic()
         request = make_request(
             max_tokens=60,
-            time_limit_s=0.5 if how == "time limit" else None,
-            deadline_s=now_s + 0.5 if how == "deadline" else None,
+            time_limit_s=3.0 if how == "time limit" else None,
+            deadline_s=now_s + 3.0 if how == "deadline" else None,
         )
         stream = engine.submit(request)
         await until_paused(engine)
