@@ -24,7 +24,7 @@ FEW = tuple(
 PROGRAM = """
 import asyncio, sys
 from headrace.clients.demo import run_demo
-command = (sys.executable, "-m", "tests.support.serve_fake", "fine")
+command = (sys.executable, "-m", "tests.support.serve_fake", "hangs_in_load")
 asyncio.run(run_demo(model="fake", num_slots=8, dtype="auto", command=command))
 """
 

@@ -41,7 +41,7 @@ async def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
         await second_point.hangs.wait()
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == 130, err.decode()
     assert b"Traceback" not in err
     assert b"goes on from here" in err
     assert b"No knee within the range" in out
