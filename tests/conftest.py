@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The reference library reads tiny models as well without a pool of threads for each, which nobody waits for:
 # a machine that is short of threads would fail here.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them the programs that they
+# start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no failure; the global timeout catches what hangs.
 hypothesis.settings.register_profile(
