@@ -7,27 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.clients import cli_access as access
+from headrace.clients.cli_options import DEFAULT_CONTROL_TARGET, OperatorTarget
 from headrace.clients.cli_outcome import USAGE, fail, run
 from headrace.clients.cli_times import latency_in
 
 if TYPE_CHECKING:
     from headrace.clients.latency import LatencyClass, LatencyStatus
 
-DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
-
 
 def budget(
     *,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            "-t",
-            metavar="HOST:PORT",
-            envvar="HEADRACE_CONTROL_TARGET",
-            help="The operator's port of the server.",
-        ),
-    ] = DEFAULT_CONTROL_TARGET,
+    target: OperatorTarget = DEFAULT_CONTROL_TARGET,
     tpot: Annotated[
         str | None,
         typer.Option(

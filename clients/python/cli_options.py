@@ -1,4 +1,4 @@
-"""The options that `headrace generate` and `headrace chat` share: declared once, taken by name."""
+"""The options that several commands share: declared once, taken by name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ OUTPUT = "Output"
 FORM = "Form of the answer"
 PACE = "Order and speed"
 
+DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
+
 Target = Annotated[
     str,
     typer.Option(
@@ -22,6 +24,16 @@ Target = Annotated[
         metavar="HOST:PORT",
         envvar="HEADRACE_TARGET",
         help="Where the server listens; unix:/path too.",
+    ),
+]
+OperatorTarget = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="HOST:PORT",
+        envvar="HEADRACE_CONTROL_TARGET",
+        help="The operator's port of the server.",
     ),
 ]
 ModelName = Annotated[

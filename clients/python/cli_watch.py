@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.clients import cli_access as access
+from headrace.clients.cli_options import DEFAULT_CONTROL_TARGET, OperatorTarget
 from headrace.clients.cli_outcome import FAILED, USAGE, fail, require_server, run
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from headrace.clients.step_log import StepLog
     from headrace.clients.timeline import RecordingLimits
-
-DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
 
 
 class Format(StrEnum):
@@ -33,16 +32,7 @@ class Format(StrEnum):
 
 def top(
     *,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            "-t",
-            metavar="HOST:PORT",
-            envvar="HEADRACE_CONTROL_TARGET",
-            help="The operator's port of the server.",
-        ),
-    ] = DEFAULT_CONTROL_TARGET,
+    target: OperatorTarget = DEFAULT_CONTROL_TARGET,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="From picture to picture.")
     ] = 1.0,

@@ -5,25 +5,12 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from headrace.service.progress import ShownProgress
 from headrace.service.telemetry import configure_logging, log
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.getLogger("headrace").setLevel(logging.NOTSET)
-    logging.captureWarnings(capture=False)
-    structlog.reset_defaults()
 
 
 def test_without_a_terminal_a_stage_is_a_handful_of_lines() -> None:

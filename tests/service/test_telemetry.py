@@ -4,26 +4,14 @@ import asyncio
 import json
 import logging
 import warnings
-from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from headrace.service.telemetry import configure_logging, log, log_loop_fault, places_of
 
+pytestmark = pytest.mark.usefixtures("restored_logging")
+
 SECRET = "tell-nobody"
-
-
-@pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.getLogger("headrace").setLevel(logging.NOTSET)
-    logging.captureWarnings(capture=False)
-    structlog.reset_defaults()
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
