@@ -24,7 +24,7 @@ FEW = tuple(
 PROGRAM = """
 import asyncio, sys
 from headrace.clients.demo import run_demo
-command = (sys.executable, "-m", "tests.support.serve_fake", "hangs_in_load")
+command = (sys.executable, "-m", "tests.support.serve_fake", sys.argv[1])
 asyncio.run(run_demo(model="fake", num_slots=8, dtype="auto", command=command))
 """
 
@@ -88,7 +88,7 @@ async def test_a_server_that_dies_is_told_with_its_last_words() -> None:
     "signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name
 )
 async def test_a_signal_ends_the_demo_and_its_server(signum: signal.Signals) -> None:
-    process = await start_headrace(program=(sys.executable, "-c", PROGRAM))
+    process = await start_headrace(program=(sys.executable, "-c", PROGRAM, "hangs_in_load"))
     assert process.stderr is not None
     line = b""
     while b"listening" not in line:
@@ -104,7 +104,7 @@ async def test_a_signal_ends_the_demo_and_its_server(signum: signal.Signals) -> 
 
 
 async def test_on_a_terminal_it_is_a_live_table_and_the_servers_progress_is_seen() -> None:
-    async with headrace_on_terminal(program=(sys.executable, "-c", PROGRAM)) as terminal:
+    async with headrace_on_terminal(program=(sys.executable, "-c", PROGRAM, "fine")) as terminal:
         await terminal.until("reading weights")
         await terminal.until("continuous batching: 20 requests over 8 slots")
         await terminal.until("waiting")
