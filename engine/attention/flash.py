@@ -89,20 +89,34 @@ class FlashKernels:
 
 
 def missing() -> str | None:
-    """What this installation lacks for the backend; None when nothing does."""
-    if find_spec("flash_attn") is None:
+    """What this installation lacks for the backend, or what else keeps it from use; None when nothing."""
+    spec = find_spec("flash_attn")
+    installed = _version_of("flash-attn")
+    # Without an `__init__` it is the folder of another package: flash-attn-4 is `flash_attn.cute` alone.
+    if spec is None or (installed is None and spec.origin is None):
         return (
             "flash-attn is not installed (pip install --no-build-isolation 'headrace[cuda]', "
             "which compiles it with nvcc)"
         )
-    try:
-        installed = version("flash-attn")
-    except PackageNotFoundError:
+    if installed is None:
         return None
     if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) != _TESTED_SERIES:
         wanted = ".".join(map(str, _TESTED_SERIES))
         return f"flash-attn {installed} is installed, this backend is written for {wanted}"
+    newer = _version_of("flash-attn-4")
+    if newer is not None:
+        return (
+            f"flash-attn-4 {newer} is installed beside flash-attn {installed}, into the same folder, which "
+            "nobody has tried: uninstall one of them"
+        )
     return None
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def load_kernels() -> FlashKernels:

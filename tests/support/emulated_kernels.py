@@ -106,8 +106,8 @@ class EmulatedKernels:
         _check_host_int(max_seqlen_q, max_seqlen_k)
         borders, k_borders = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         # Nothing checks these in the kernels: they compute too little of the output instead.
-        assert _longest(borders) <= max_seqlen_q
-        assert _longest(k_borders) <= max_seqlen_k
+        assert _longest(borders) <= max_seqlen_q, "a row has more queries than max_seqlen_q"
+        assert _longest(k_borders) <= max_seqlen_k, "a row is longer than max_seqlen_k"
         terms = Terms(softmax_scale, causal, window_size, softcap)
         self.calls.append(Call("varlen", tuple(q.shape), terms))
         out = torch.full_like(q, float("nan"))
@@ -202,8 +202,8 @@ class EmulatedKernels:
         _check_table(block_table, num_rows, query)
         _check_host_int(max_q, max_k)
         borders, seq_lens = cu_seq_q.tolist(), seqused_k.tolist()
-        assert _longest(borders) <= max_q
-        assert max(seq_lens) <= max_k
+        assert _longest(borders) <= max_q, "a row has more queries than max_q"
+        assert max(seq_lens) <= max_k, "a row is longer than max_k"
         terms = Terms(scale, window_size == (-1, 0), window_size, num_splits=num_splits)
         self.calls.append(Call("varlen_attn", tuple(query.shape), terms))
         out = torch.full_like(query, float("nan"))
@@ -236,7 +236,7 @@ def installed_as_flash_attn(kernels: EmulatedKernels) -> Iterator[None]:
     module = types.ModuleType("flash_attn")
     vars(module)["flash_attn_varlen_func"] = kernels.flash_attn_varlen_func
     vars(module)["flash_attn_with_kvcache"] = kernels.flash_attn_with_kvcache
-    module.__spec__ = ModuleSpec("flash_attn", loader=None)
+    module.__spec__ = ModuleSpec("flash_attn", loader=None, origin="emulated")
     before = sys.modules.get("flash_attn")
     sys.modules["flash_attn"] = module
     try:

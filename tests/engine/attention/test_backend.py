@@ -213,6 +213,24 @@ def test_caches_that_a_kernel_would_refuse_are_refused(message: str, options: di
         ContractCheckingBackend(case.storage, block_size_multiple=256)
 
 
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("cache is", lambda cache: cache.transpose(2, 3).contiguous()),
+        ("cache is torch.bfloat16, not torch.float32", torch.Tensor.bfloat16),
+        ("not contiguous on its last axis", lambda cache: cache.mT.contiguous().mT),
+    ],
+    ids=["heads before slots", "type", "last axis"],
+)
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_caches_that_are_laid_out_otherwise_are_refused(which: str, message: str, change: Operand) -> None:
+    storage = case_of().storage
+    setattr(storage, which, change(getattr(storage, which)))
+
+    with pytest.raises(ContractViolationError, match=message):
+        ContractCheckingBackend(storage)
+
+
 def test_a_loaded_page_that_is_not_finite_is_noticed() -> None:
     case = case_of(filler=float("nan"))
 

@@ -83,3 +83,38 @@ def test_this_torch_has_the_function() -> None:
     # A CPU build lacks the kernels alone.
     assert missing is None or "built without flash attention" in missing
     assert torch_varlen.load_kernel() is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "changes"),
+    [
+        ("enable_gqa", {"enable_gqa": False}),
+        ("block_table requires seqused_k", {"seqused_k": None}),
+        ("seqused_k must have dtype int32", {"seqused_k": torch.tensor([70, 301, 17, 512])}),
+        ("block_table must be (batch_size", {"block_table": torch.zeros(3, 3, dtype=torch.int32)}),
+        ("dtype torch.int32", {"block_table": torch.zeros(4, 3, dtype=torch.int64)}),
+        ("max_seqlen must be int", {"max_q": torch.tensor(70)}),
+        ("more queries than max_q", {"max_q": 1}),
+        ("longer than max_k", {"max_k": 300}),
+        # Causal is a window here: to say so in flash-attn's words hides nothing.
+        ("gives something else", {"window_size": (-1, -1)}),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ", ".join(value),
+)
+def test_a_broken_call_shows(said: str, changes: dict[str, object]) -> None:
+    case = make_case([(0, 70), (300, 1), (12, 5), (511, 1)], block_size=256, dtype=torch.bfloat16)
+    spec, kernels = AttentionSpec(scale=0.25), EmulatedKernels()
+
+    def broken(*operands: torch.Tensor, **given: object) -> torch.Tensor:
+        return kernels.varlen_attn(*operands, **given | changes)  # type: ignore[arg-type]
+
+    try:
+        out = case.run(TorchVarlenBackend(case.storage, broken), spec)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as refusal:
+        outcome = str(refusal)
+    else:
+        expected = case.run(ReferenceBackend(case.storage), spec)
+        is_like = torch.allclose(out.float(), expected.float(), rtol=1e-2, atol=1e-2)
+        outcome = "gives the same" if is_like else "gives something else"
+
+    assert said in outcome
