@@ -68,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "headrace draft",
         description="Make a draft model: the target's first layers, taught on text that the target writes "
-        "itself. What was broken off is gone on with by the same command; more --minutes may be given to it. "
+        "itself. What was broken off is gone on with by the same command; more --corpus-tokens "
+        "and --minutes may be given to it. "
         "The folder `distillation` within the draft model's is only for that: delete it when you are done.",
     )
     parser.add_argument("model", help="the target, as for `headrace serve --model`")

@@ -5,6 +5,7 @@ A piece is written whole or not at all, so work that was broken off goes on behi
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,10 +115,13 @@ class Example:
 
 
 class Examples:
-    """All sequences of a corpus in memory, those of the last places kept back to judge by.
+    """All sequences of a corpus in memory, some of them kept back to judge by.
+
+    A sequence's own tokens decide whether it is: nothing that is kept back is learnt, though it be there
+    twice, nor later, when there is more text.
 
     Args:
-        held_back: share that is kept back; nothing that is kept back is learnt, though it be there twice.
+        held_back: share that is kept back, about; at least one is.
 
     Raises:
         ConfigError: too little is there to keep something back.
@@ -133,10 +137,11 @@ class Examples:
             )
             parts = zip(token_ids, hidden, strict=True)
             every += [Example(ids, states) for ids, states in parts if ids.shape[0] > 1]
-        num_back = max(1, round(held_back * len(every)))
-        self.held_back = every[-num_back:]
-        unseen = {tuple(example.token_ids.tolist()) for example in self.held_back}
-        self.learnt = [example for example in every if tuple(example.token_ids.tolist()) not in unseen]
+        lots = [_lot(example.token_ids) for example in every]
+        # The text may be so little that nothing lies below the share.
+        bound = max(held_back, min(lots, default=0.0))
+        self.held_back = [example for example, lot in zip(every, lots, strict=True) if lot <= bound]
+        self.learnt = [example for example, lot in zip(every, lots, strict=True) if lot > bound]
         if not self.learnt:
             raise ConfigError(
                 f"the text holds {len(every)} pieces of more than one token, too few different ones to learn "
@@ -177,6 +182,12 @@ class Examples:
             groups += _grouped(run, num_tokens)
         for place in torch.randperm(len(groups), generator=generator).tolist():
             yield groups[place]
+
+
+def _lot(token_ids: Tensor) -> float:
+    """From 0 to 1, evenly spread over sequences, and always the same one for the same tokens."""
+    digest = hashlib.blake2b(token_ids.to(torch.int64).numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def _grouped(examples: Sequence[Example], num_tokens: int) -> list[list[Example]]:

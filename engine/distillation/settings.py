@@ -77,8 +77,8 @@ class DistillationSettings:
     def described(self) -> dict[str, object]:
         """Everything that unfinished work hangs on: work begun under other settings is not gone on with."""
         fields = asdict(self)
-        # What is begun may be given more time, and learn at another rate.
-        for name in ("output", "training_s", "learning_rate"):
+        # What is begun may be given more text and more time, and learn at another rate.
+        for name in ("output", "num_corpus_tokens", "training_s", "learning_rate"):
             del fields[name]
         return {
             **fields,

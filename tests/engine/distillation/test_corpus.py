@@ -88,20 +88,40 @@ def test_without_room_the_pieces_that_are_there_stay(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["piece-00000.safetensors"]
 
 
-def test_the_last_ones_are_held_back_and_no_single_token_is_an_example(tmp_path: Path) -> None:
+def test_every_text_is_learnt_or_held_back_and_no_single_token_is_an_example(tmp_path: Path) -> None:
     corpus = filled(tmp_path, piece((1, 2), (9,), (3, 4)), piece((5, 6), (7, 8)))
     examples = Examples(corpus, held_back=0.25)
-    assert ids_of(examples.learnt) == [(1, 2), (3, 4), (5, 6)]
-    assert ids_of(examples.held_back) == [(7, 8)]
-    assert examples.learnt[1].hidden.tolist() == [[3.0], [4.0]]
+    learnt, held_back = ids_of(examples.learnt), ids_of(examples.held_back)
+    assert sorted(learnt + held_back) == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert learnt
+    assert held_back
+    for example in (*examples.learnt, *examples.held_back):
+        assert example.hidden.flatten().tolist() == example.token_ids.tolist()
+
+
+def test_about_the_share_that_is_asked_for_is_held_back(tmp_path: Path) -> None:
+    corpus = filled(tmp_path, piece(*((first, second) for first in range(50) for second in range(40))))
+    assert 60 <= len(Examples(corpus, held_back=0.05).held_back) <= 140
 
 
 def test_what_is_held_back_is_never_learnt_though_it_be_there_twice(tmp_path: Path) -> None:
     corpus = filled(tmp_path, piece((7, 8), (1, 2), (1, 2), (7, 8)))
     examples = Examples(corpus)
-    assert ids_of(examples.learnt) == [(1, 2), (1, 2)]
-    learnt = [ids for group in examples.batches(8, 0) for ids in ids_of(group)]
-    assert (7, 8) not in learnt
+    assert set(ids_of(examples.learnt)).isdisjoint(ids_of(examples.held_back))
+    assert sorted(map(len, (examples.learnt, examples.held_back))) == [2, 2]
+    learnt = {ids for group in examples.batches(8, 0) for ids in ids_of(group)}
+    assert learnt == set(ids_of(examples.learnt))
+
+
+def test_with_more_text_nothing_changes_sides(tmp_path: Path) -> None:
+    texts = [(first, second) for first in range(50) for second in range(8)]
+    corpus = filled(tmp_path, piece(*texts[:200]))
+    before = Examples(corpus)
+    corpus.add(piece(*texts[200:]))
+    after = Examples(corpus)
+    assert len(after.held_back) > len(before.held_back)
+    assert set(ids_of(before.held_back)) <= set(ids_of(after.held_back))
+    assert set(ids_of(before.learnt)) <= set(ids_of(after.learnt))
 
 
 @pytest.mark.parametrize("sequences", [[], [(1,)], [(1, 2)], [(1, 2), (3,)], [(1, 2), (1, 2)]])
@@ -111,21 +131,31 @@ def test_too_little_to_learn_and_judge_is_refused(tmp_path: Path, sequences: lis
         Examples(corpus)
 
 
+def divided(
+    folder: Path, learnt: tuple[tuple[int, ...], ...], held_back: tuple[tuple[int, ...], ...]
+) -> Examples:
+    """Sequences on the side that is asked for, whatever their lots."""
+    examples = Examples(filled(folder, piece(*learnt, *held_back)))
+    every = {tuple(e.token_ids.tolist()): e for e in (*examples.learnt, *examples.held_back)}
+    examples.learnt, examples.held_back = ([every[ids] for ids in side] for side in (learnt, held_back))
+    return examples
+
+
 def test_the_most_frequent_tokens_of_what_is_learnt(tmp_path: Path) -> None:
-    examples = Examples(filled(tmp_path, piece((5, 5, 5), (3, 3), (8, 8, 8, 8, 1), (4, 4, 4, 4, 4, 4))))
+    examples = divided(tmp_path, ((5, 5, 5), (3, 3), (8, 8, 8, 8, 1)), ((4, 4, 4, 4, 4, 4),))
     assert examples.most_frequent(3).tolist() == [3, 5, 8]
     assert examples.most_frequent(99).tolist() == [1, 3, 5, 8]
 
 
 def test_some_tokens_are_among_the_most_frequent_whatever_the_text_holds(tmp_path: Path) -> None:
-    examples = Examples(filled(tmp_path, piece((5, 5, 5), (3, 3), (8, 8, 8, 8, 1), (4, 4, 4, 4, 4, 4))))
+    examples = divided(tmp_path, ((5, 5, 5), (3, 3), (8, 8, 8, 8, 1)), ((4, 4, 4, 4, 4, 4),))
     assert examples.most_frequent(3, always=(30, 1)).tolist() == [1, 8, 30]
     assert examples.most_frequent(1, always=(30, 2)).tolist() == [2, 30]
     assert examples.most_frequent(99, always=(30, 5)).tolist() == [1, 3, 5, 8, 30]
 
 
 def test_the_share_of_unseen_text_that_a_vocabulary_holds(tmp_path: Path) -> None:
-    examples = Examples(filled(tmp_path, piece((5, 5, 5), (3, 3), (1, 2, 2, 7))))
+    examples = divided(tmp_path, ((5, 5, 5), (3, 3)), ((1, 2, 2, 7),))
     assert examples.share_of(torch.tensor([1, 2, 3])) == 0.75
 
 

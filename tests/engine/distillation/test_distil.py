@@ -193,8 +193,22 @@ def test_what_is_finished_may_learn_for_longer(tmp_path: Path, target: Path, tex
     assert (settings.output / "model.safetensors").read_bytes() != first
 
 
+def test_what_is_finished_may_learn_from_more_text(tmp_path: Path, target: Path) -> None:
+    settings = tiny_settings(target, tmp_path / "draft")
+    distil(settings, RecordedProgress())
+    before = texts_of(settings)
+    progress = RecordedProgress()
+    more = replace(settings, num_corpus_tokens=2 * sum(map(len, before)), training_s=2 * settings.training_s)
+    distil(more, progress)
+    after = texts_of(settings)
+    assert after[: len(before)] == before
+    assert sum(map(len, after)) >= more.num_corpus_tokens
+    stages = list(dict.fromkeys(stage for stage, _, _ in progress.told))
+    assert stages == ["gathering text", "learning", "measuring"]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_layers", 2), ("seed", 1), ("num_corpus_tokens", 2000), ("batch_tokens", 64)]
+    ("name", "value"), [("num_layers", 2), ("seed", 1), ("draft_vocab_size", 99), ("batch_tokens", 64)]
 )
 def test_work_of_other_settings_is_left_alone(tmp_path: Path, target: Path, name: str, value: Any) -> None:
     settings = tiny_settings(target, tmp_path / "draft")
