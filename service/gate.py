@@ -10,6 +10,7 @@ import grpc
 from grpc_status import rpc_status
 
 from headrace.service.auth import Admittance, Authenticator
+from headrace.service.door import Door
 from headrace.service.edge import Edge
 from headrace.service.identity import Caller, acting_for
 from headrace.service.interceptors import Context, Handler, behaviour_of, handler_like, outcome_of
@@ -25,11 +26,13 @@ class Gate(grpc.aio.ServerInterceptor):
     Args:
         authenticator: says who calls.
         edge: bounds what one client may have open, and counts who is not let in.
+        door: counts who is in, and holds who comes when the server is about to stop.
     """
 
-    def __init__(self, authenticator: Authenticator, edge: Edge) -> None:
+    def __init__(self, authenticator: Authenticator, edge: Edge, door: Door) -> None:
         self._authenticator = authenticator
         self._edge = edge
+        self._door = door
         self._refusals = RarelyLogged("caller refused")
 
     async def intercept_service(
@@ -38,6 +41,8 @@ class Gate(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         """Let one RPC in, or give it a handler that refuses."""
+        if self._door.is_shut:
+            return self._held()
         method: str = handler_call_details.method
         metadata = tuple(handler_call_details.invocation_metadata or ())
         admittance: Admittance | None = Admittance(None)
@@ -59,6 +64,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
         def wrapped(respond: Callable[..., Any]) -> Callable[..., Any]:
             async def entered(request: Any, context: Context) -> Any:
+                self._door.enter(context)
                 try:
                     known = admittance or self._authenticator.by_certificate(_peer_of(context))
                 except RpcFailure as failure:
@@ -74,6 +80,12 @@ class Gate(grpc.aio.ServerInterceptor):
             return entered
 
         return handler_like(handler, wrapped(behaviour_of(handler)), handler.request_deserializer)
+
+    def _held(self) -> Handler:
+        async def hold(requests: Any, context: Context) -> None:
+            await self._door.hold()
+
+        return grpc.stream_stream_rpc_method_handler(hold)
 
     def _refusing(self, failure: RpcFailure, method: str) -> Handler:
         """Fits every kind of RPC; the messages stay the bytes that they came as."""

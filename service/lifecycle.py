@@ -180,13 +180,14 @@ async def _listening(
     _log_entrances(config)
     listeners = [
         Listener(
-            lambda: make_public_server(
+            lambda door: make_public_server(
                 serving,
                 health,
                 limits,
                 **offers,
                 max_connection_age_s=config.max_connection_age_s,
                 entrance=callers,
+                door=door,
             ),
             Endpoint(config.host, config.port),
             "--port",
@@ -194,7 +195,9 @@ async def _listening(
             callers.credentials,
         ),
         Listener(
-            lambda: make_control_server(serving, health, drainer, limits, **offers, entrance=operator),
+            lambda door: make_control_server(
+                serving, health, drainer, limits, **offers, entrance=operator, door=door
+            ),
             Endpoint(config.control_host, config.control_port),
             "--control-port",
             config.drain_grace_s,
@@ -206,7 +209,7 @@ async def _listening(
         names.append("health_port")
         listeners.append(
             Listener(
-                lambda: make_health_server(health, limits, serving.edge),
+                lambda door: make_health_server(health, limits, serving.edge, door=door),
                 Endpoint(config.health_host, config.health_port),
                 "--health-port",
                 config.drain_grace_s,

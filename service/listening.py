@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import grpc
 
+from headrace.service.door import Door
 from headrace.service.server import BindError, Endpoint, bind
 from headrace.service.tasks import begin
 from headrace.service.telemetry import log, places_of
@@ -23,7 +24,7 @@ class Listener:
     """A server on a port, for as long as it is wanted.
 
     Args:
-        make: builds a server with all its services.
+        make: builds a server with all its services, behind a door of its own.
         endpoint: where it listens; port 0 is settled by `bind`, and then kept.
         port_flag: how the operator names the port.
         credentials: for TLS; None is plain text.
@@ -33,7 +34,7 @@ class Listener:
 
     def __init__(
         self,
-        make: Callable[[], grpc.aio.Server],
+        make: Callable[[Door], grpc.aio.Server],
         endpoint: Endpoint,
         port_flag: str,
         stream_grace_s: float,
@@ -43,9 +44,10 @@ class Listener:
         self._port_flag = port_flag
         self._stream_grace_s = stream_grace_s
         self._credentials = credentials
-        self._server = make()
+        self._door = Door()
+        self._server = make(self._door)
         self.endpoint = Endpoint(endpoint.host, bind(self._server, endpoint, port_flag, credentials))
-        self._fallen: list[grpc.aio.Server] = []
+        self._fallen: list[tuple[grpc.aio.Server, Door]] = []
         self._stopping: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -64,8 +66,9 @@ class Listener:
                 log.critical("a port can't be looked after", port=self.endpoint.port, **places_of(error))
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting; what runs has so long to end."""
-        await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._fallen)))
+        """Stop accepting; what runs has so long to end. Nobody learns of it as of a cancellation."""
+        everything = ((self._server, self._door), *self._fallen)
+        await asyncio.gather(*(door.close(server, grace_s) for server, door in everything))
         # A shorter grace ends the longer one that a fallen server was given.
         await asyncio.gather(*self._stopping)
 
@@ -83,14 +86,16 @@ class Listener:
 
     async def _stand_up(self) -> None:
         log.critical("a port fell and is opened again", port=self.endpoint.port)
-        fresh = self._make()
+        door = Door()
+        fresh = self._make(door)
         try:
             bind(fresh, self.endpoint, self._port_flag, self._credentials)
         except BindError as error:
             # The next look tries again.
             log.critical("the port can't be opened", port=self.endpoint.port, reason=str(error))
             return
-        fallen, self._server = self._server, fresh
-        self._fallen.append(fallen)
+        fallen = self._server
+        self._fallen.append((fallen, self._door))
+        self._server, self._door = fresh, door
         await fresh.start()
         self._stopping.append(begin(fallen.stop(self._stream_grace_s), "fallen-port"))

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.service.auth import Authenticator, AuthRules
 from headrace.service.control import ControlServicer, Drainer
+from headrace.service.door import Door
 from headrace.service.edge import Edge
 from headrace.service.gate import Gate
 from headrace.service.generation import GenerationServicer
@@ -93,6 +94,7 @@ def make_public_server(
     has_channelz: bool = False,
     max_connection_age_s: float | None = None,
     entrance: Entrance = OPEN,
+    door: Door | None = None,
 ) -> grpc.aio.Server:
     """The server for callers: generation, model, health.
 
@@ -100,8 +102,11 @@ def make_public_server(
         has_channelz: whether its connections are counted, for the operator.
         max_connection_age_s: after which a connection's client is told to make a new one, seconds; what runs
             on the old one goes on. None for never.
+        door: closes it; None where nobody comes as it stops.
     """
-    server = _make_server(limits, entrance, serving.edge, max_connection_age_s, has_channelz=has_channelz)
+    server = _make_server(
+        limits, entrance, serving.edge, door, max_connection_age_s, has_channelz=has_channelz
+    )
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(serving, limits), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(serving), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -119,13 +124,15 @@ def make_control_server(
     has_reflection: bool,
     has_channelz: bool = False,
     entrance: Entrance = OPEN,
+    door: Door | None = None,
 ) -> grpc.aio.Server:
     """The server for the operator: control, health.
 
     Args:
         has_channelz: whether it tells of the connections of all servers of the process.
+        door: closes it; None where nobody comes as it stops.
     """
-    server = _make_server(limits, entrance, serving.edge, has_channelz=has_channelz)
+    server = _make_server(limits, entrance, serving.edge, door, has_channelz=has_channelz)
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(serving, drainer), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if has_channelz:
@@ -135,9 +142,11 @@ def make_control_server(
     return server
 
 
-def make_health_server(health: Health, limits: Limits, edge: Edge) -> grpc.aio.Server:
+def make_health_server(
+    health: Health, limits: Limits, edge: Edge, *, door: Door | None = None
+) -> grpc.aio.Server:
     """The server for probes that speak no TLS and have no credentials: it tells health and nothing else."""
-    server = _make_server(limits, OPEN, edge, has_channelz=False)
+    server = _make_server(limits, OPEN, edge, door, has_channelz=False)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     return server
 
@@ -200,6 +209,7 @@ def _make_server(
     limits: Limits,
     entrance: Entrance,
     edge: Edge,
+    door: Door | None,
     max_connection_age_s: float | None = None,
     *,
     has_channelz: bool,
@@ -210,7 +220,7 @@ def _make_server(
     max_pending_calls = _MAX_PENDING_CONNECTIONS * limits.max_concurrent_streams
     return grpc.aio.server(
         interceptors=[
-            Gate(authenticator, edge),
+            Gate(authenticator, edge, door or Door()),
             Guard(limits.slow_reader_s, edge.metrics, has_access_log=entrance.has_access_log),
         ],
         options=[

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.engine import AsyncEngine
 from headrace.service import listening
+from headrace.service.door import Door
 from headrace.service.health import Health
 from headrace.service.limits import Limits
 from headrace.service.listening import Listener
@@ -62,7 +63,7 @@ async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> N
     limits, serving, health, gate = Limits(), Serving(), await Health.start(), Gate()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
     listener = Listener(
-        lambda: make_public_server(serving, health, limits, has_reflection=False),
+        lambda door: make_public_server(serving, health, limits, has_reflection=False, door=door),
         Endpoint("127.0.0.1", 0),
         "--port",
         stream_grace_s=30.0,
@@ -105,7 +106,7 @@ async def test_a_look_that_fails_for_another_reason_opens_no_port_again(
         num_looks += 1
         raise OSError(number, "as the test wants it")
 
-    def make() -> grpc.aio.Server:
+    def make(door: Door) -> grpc.aio.Server:
         nonlocal num_made
         num_made += 1
         return grpc.aio.server()

@@ -1,0 +1,66 @@
+"""Of one port: who is inside, and how it is closed so that each caller learns that the server goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, NoReturn
+
+import grpc
+
+_QUIET_S = 0.05
+_MOST_LOOKS = 20
+
+
+class Door:
+    """Counts the calls of one server, and holds those that come too late.
+
+    gRPC ends with CANCELLED, as if the caller had wanted it, each call that reaches a server which has begun
+    to stop (grpc#41785). So nothing may come at that moment: a call that comes shortly before is held without
+    an answer until its connection goes, which is UNAVAILABLE; and who waits for an answer makes no new call.
+    """
+
+    def __init__(self) -> None:
+        self.is_shut = False
+        self._num_inside = 0
+        self._num_held = 0
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """A call begins; it is inside until its status has been sent."""
+        self._num_inside += 1
+        self._is_empty.clear()
+        # The stubs of gRPC's types take no function for a callback.
+        leave: Any = self._leave
+        context.add_done_callback(leave)
+
+    async def hold(self) -> NoReturn:
+        """Give a call no answer: it ends with its connection."""
+        self._num_held += 1
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def close(self, server: grpc.aio.Server, grace_s: float) -> None:
+        """Stop `server`.
+
+        Args:
+            grace_s: as long the calls inside have to end, and new ones are still answered, seconds.
+        """
+        # Whoever is still inside after that is told UNAVAILABLE, too.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._is_empty.wait()
+        self.is_shut = True
+        # Calls that are on their way are held too, as long as they keep coming within reason.
+        for _ in range(_MOST_LOOKS):
+            num_held = self._num_held
+            await asyncio.sleep(_QUIET_S)
+            if self._num_held == num_held:
+                break
+        await server.stop(None)
+
+    def _leave(self, _: object) -> None:
+        self._num_inside -= 1
+        if not self._num_inside:
+            self._is_empty.set()
