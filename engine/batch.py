@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionMetadata
 from headrace.engine.errors import IntegrityError
 from headrace.engine.scheduling.plan import StepPlan
-from headrace.engine.upload import upload
+from headrace.engine.transfer import upload
 
 _CPU = torch.device("cpu")
 

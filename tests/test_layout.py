@@ -215,7 +215,7 @@ def test_only_the_service_configuration_reads_the_environment() -> None:
 
 def test_torch_is_imported_only_where_tensors_are() -> None:
     tensor_code = re.compile(
-        r"engine/(batch|upload|kv/storage|(attention|distillation|models|native|speculative)/\w+|sampling/(?!params)\w+|runner/(?!protocol)\w+)\.py"
+        r"engine/(batch|transfer|kv/storage|(attention|distillation|models|native|speculative)/\w+|sampling/(?!params)\w+|runner/(?!protocol)\w+)\.py"
     )
     importers = {
         name

@@ -24,6 +24,7 @@ from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
 from headrace.engine.speculative.draft_model import DraftModel, Proposals
+from headrace.engine.transfer import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def _tell(logits: Tensor, token_ids: Tensor, rows: Sequence[ScheduledSequence]) 
         return None
     if len(num_tops) < len(rows):
         told = [row.num_logprobs is not None for row in rows for _ in range(row.num_draft_tokens + 1)]
-        which = torch.tensor([i for i, is_told in enumerate(told) if is_told], device=logits.device)
+        which = on_device([i for i, is_told in enumerate(told) if is_told], logits.device)
         logits, token_ids = logits[which], token_ids[which]
     return logprob_table(logits, token_ids, max(num_tops))
 
@@ -188,7 +189,7 @@ def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[
             first = row.first_position + 1
             token_ids += row.known_token_ids[first : first + row.num_prompt_successors]
             num_top = max(num_top, row.num_prompt_logprobs)
-    told = torch.tensor(token_ids, device=hidden.device)
+    told = on_device(token_ids, hidden.device)
     return tuple(
         logprob_table(model.logits(hidden[i : i + _PROMPT_SLICE]), told[i : i + _PROMPT_SLICE], num_top)
         for i in range(0, len(token_ids), _PROMPT_SLICE)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.engine.sampling.logprobs import read_logprobs
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+from headrace.engine.transfer import download
 
 _NOT_FINITE = "the model's output for this request is not finite (NaN or infinity)"
 _NO_CHOICE = (
@@ -108,7 +109,7 @@ def _to_host(tables: Sequence[Tensor | None]) -> list[list[_Numbers]]:
     flat: _Numbers = []
     parts = [table.double().flatten() for table in tables if table is not None]
     if parts:
-        flat = (torch.cat(parts) if len(parts) > 1 else parts[0]).tolist()
+        flat = download(torch.cat(parts) if len(parts) > 1 else parts[0])
     rows: list[list[_Numbers]] = []
     first = 0
     for table in tables:

@@ -19,6 +19,7 @@ from headrace.engine.sampling.rejection import judge
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import Distributions, SampledTokens, choose, distributions
 from headrace.engine.scheduling.plan import ScheduledSequence
+from headrace.engine.transfer import on_device
 
 
 def masks_of(row: ScheduledSequence) -> Sequence[RowMask | None] | None:
@@ -92,10 +93,10 @@ def _judge(
     if given.weights is None:
         raise IntegrityError("drafts were drawn for rows that are greedy")
     device = token_ids.device
-    token_ids[torch.tensor(judged, device=device)] = judge(
-        given.weights[torch.tensor([drawn_at[place] for place in judged], device=device)],
+    token_ids[on_device(judged, device)] = judge(
+        given.weights[on_device([drawn_at[place] for place in judged], device)],
         torch.cat([draft_weights[i] for i in sorted(draft_weights)]),
-        torch.tensor(drafts, device=device),
+        on_device(drafts, device),
         [places[place] for place in judged],
         vocabulary,
     )

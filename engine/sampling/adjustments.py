@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.sampling.row import SampledRow
+from headrace.engine.transfer import on_device, upload
 
 _MAX_LOGIT = torch.finfo(torch.float32).max
 _NUM_REMEMBERED = 64
@@ -55,7 +56,7 @@ def _keep_within_constraint(logits: Tensor, rows: Sequence[SampledRow]) -> None:
         for row in rows
     )
     # The bits travel to the device as they are; eight addends for each byte lie there.
-    places = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(logits.device, non_blocking=True)
+    places = _to(np.frombuffer(packed, np.uint8), logits.device)
     masks = _addends_of_bytes(logits.device)[places.long()].view(len(rows), 8 * num_bytes)
     logits += masks[:, :vocab_size]
 
@@ -71,7 +72,7 @@ def _mask(logits: Tensor, rows: Sequence[SampledRow]) -> None:
             )
         passing = row.suppressed_token_ids.union(completed_bad_words(row))
         if passing:
-            masked.append((i, torch.tensor(sorted(passing), device=logits.device)))
+            masked.append((i, on_device(sorted(passing), logits.device)))
     if masked:
         logits[_places(masked, logits.device)] = -math.inf
 
@@ -127,9 +128,9 @@ def _add_bias(logits: Tensor, rows: Sequence[SampledRow]) -> None:
 
 def _places(token_ids_of: Sequence[tuple[int, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Two of (N,), int64: rows and token ids, from pairs of a row and its token ids."""
-    rows = torch.tensor([i for i, _ in token_ids_of], device=device)
-    lens = torch.tensor([token_ids.shape[0] for _, token_ids in token_ids_of], device=device)
-    return rows.repeat_interleave(lens), torch.cat([token_ids for _, token_ids in token_ids_of])
+    lens = [token_ids.shape[0] for _, token_ids in token_ids_of]
+    rows = np.repeat(np.array([i for i, _ in token_ids_of], np.int64), lens)
+    return _to(rows, device), torch.cat([token_ids for _, token_ids in token_ids_of])
 
 
 def _history(tokens_of: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -140,8 +141,8 @@ def _history(tokens_of: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np
     return rows, np.fromiter(token_ids, np.int64, sum(lens))
 
 
-def _to(array: NDArray[np.int64] | NDArray[np.float64], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+def _to(array: NDArray[np.int64] | NDArray[np.float64] | NDArray[np.uint8], device: torch.device) -> Tensor:
+    return on_device(array, device)
 
 
 # A request says the same at each of its steps: what it says is laid out once.
@@ -151,7 +152,7 @@ def _to(array: NDArray[np.int64] | NDArray[np.float64], device: torch.device) ->
 def _addends_of_bytes(device: torch.device) -> Tensor:
     """(256, 8), fp32: 0 where the byte's bit is set, from the lowest, and -inf where it isn't."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(np.where(bits == 1, np.float32(0), np.float32(-math.inf))).to(device)
+    return on_device(np.where(bits == 1, np.float32(0), np.float32(-math.inf)), device)
 
 
 @lru_cache(_NUM_REMEMBERED)
@@ -164,7 +165,7 @@ def _lasting_mask(
         mask.fill_(-math.inf)
         mask[sorted(allowed)] = 0.0
     mask[sorted(banned)] = -math.inf
-    return mask.to(device)
+    return upload((mask,), device)[0]
 
 
 @lru_cache(_NUM_REMEMBERED)
@@ -174,6 +175,6 @@ def _bias_tensors(logit_bias: tuple[tuple[int, float], ...], device: torch.devic
     for token_id, amount in logit_bias:
         bias[token_id] = bias.get(token_id, 0.0) + amount
     return (
-        torch.tensor(list(bias), dtype=torch.int64, device=device),
-        torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
+        on_device(list(bias), device, torch.int64),
+        on_device(list(bias.values()), device, torch.float32),
     )

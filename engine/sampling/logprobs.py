@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.engine.outputs import TokenLogprob, TokenLogprobs
 from headrace.engine.sampling.reductions import numbered, totals
+from headrace.engine.transfer import is_at_hand
 
 _NUM_FIXED = 4
 
@@ -75,10 +76,23 @@ def _likeliest(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     values, token_ids = logits.topk(width, dim=-1)
     if num_top < width:
         is_tied = values[:, num_top - 1] == values[:, num_top]
-        if bool(is_tied.any()):
+        if not is_at_hand(logits):
+            token_ids = _lowest_everywhere(logits, values, token_ids)
+        elif bool(is_tied.any()):
             which = torch.nonzero(is_tied).squeeze(1)
             token_ids[which] = _lowest_at_border(logits[which], values[which], token_ids[which])
     return token_ids[:, :num_top], values[:, :num_top]
+
+
+def _lowest_everywhere(logits: Tensor, values: Tensor, token_ids: Tensor) -> Tensor:
+    """What `_lowest_at_border` does, for rows without a tie there, too, which it leaves as they are."""
+    num_top = values.shape[1] - 1
+    is_level = logits == values[:, num_top:]
+    places = is_level.cumsum(dim=-1) - 1 + (values > values[:, num_top:]).sum(dim=-1, keepdim=True)
+    # Whoever has no place among the first goes where the column without meaning is.
+    places.masked_fill_(~is_level, num_top).clamp_(max=num_top)
+    level_ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    return token_ids.scatter(1, places, level_ids)
 
 
 def _lowest_at_border(logits: Tensor, values: Tensor, token_ids: Tensor) -> Tensor:

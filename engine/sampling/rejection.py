@@ -20,6 +20,7 @@ from headrace.engine.sampling.draws import Purpose
 from headrace.engine.sampling.reductions import totals
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import draw, uniforms
+from headrace.engine.transfer import is_at_hand, on_device
 
 
 def judge(
@@ -50,10 +51,10 @@ def judge(
     target_chance = target_probs.gather(1, place).squeeze(1)
     known_place = place if vocabulary is None else torch.searchsorted(vocabulary, place)
     draft_chance = draft_probs.gather(1, known_place).squeeze(1)
-    marks = torch.tensor(uniforms(rows, Purpose.ACCEPT), dtype=torch.float64, device=place.device)
+    marks = on_device(uniforms(rows, Purpose.ACCEPT), place.device, torch.float64)
     # target / draft > mark without the division: a draft that could not have been drawn is refused, not NaN.
     is_kept = marks * draft_chance < target_chance
-    if bool(is_kept.all()):
+    if is_at_hand(is_kept) and bool(is_kept.all()):
         return draft_token_ids
     left = residual(target_probs, draft_probs, vocabulary)
     return torch.where(is_kept, draft_token_ids, draw(left, uniforms(rows, Purpose.RECOVER)))

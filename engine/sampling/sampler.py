@@ -1,5 +1,6 @@
 """From logits to token ids, for all rows of a step at once; no row's result depends on another row.
 
+Nothing here, nor in what is called from here, looks at a number that a GPU has to compute first.
 Letters: R rows, D drawn (not greedy) rows, V vocabulary.
 """
 
@@ -16,6 +17,7 @@ from headrace.engine.sampling.draws import Purpose, uniform
 from headrace.engine.sampling.reductions import RUN, cumulated_runs, highest, runs, take_run
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.truncation import token_weights
+from headrace.engine.transfer import on_device
 
 Adjusting = Callable[[Tensor, Sequence[SampledRow]], None]
 """See `headrace.engine.sampling.adjustments.adjust`."""
@@ -68,7 +70,7 @@ def distributions(logits: Tensor, rows: Sequence[SampledRow], adjusting: Adjusti
     adjusted = [i for i, row in enumerate(rows) if row.is_adjusted]
     if adjusted:
         # A copy: whoever tells logprobs reads the model's own logits.
-        which = torch.tensor(adjusted, device=logits.device)
+        which = on_device(adjusted, logits.device)
         changed = logits.index_select(0, which)
         adjusting(changed, [rows[i] for i in adjusted])
         peaks[which], token_ids[which] = highest(changed)
@@ -77,7 +79,7 @@ def distributions(logits: Tensor, rows: Sequence[SampledRow], adjusting: Adjusti
     drawn = tuple(i for i, row in enumerate(rows) if not row.params.is_greedy)
     weights = None
     if drawn:
-        which = torch.tensor(drawn, device=logits.device)
+        which = on_device(drawn, logits.device)
         some, highs = (logits, peaks) if len(drawn) == len(rows) else (logits[which], peaks[which])
         weights = token_weights(some, highs, [rows[i].params for i in drawn])
     return Distributions(token_ids, is_healthy, has_choice, drawn, weights)
@@ -106,7 +108,7 @@ def choose(given: Distributions, rows: Sequence[SampledRow]) -> SampledTokens:
     if given.weights is not None:
         numbers = uniforms([rows[i] for i in given.drawn])
         token_ids = token_ids.clone()
-        token_ids[torch.tensor(given.drawn, device=token_ids.device)] = draw(given.weights, numbers)
+        token_ids[on_device(given.drawn, token_ids.device)] = draw(given.weights, numbers)
     return SampledTokens(token_ids, given.is_healthy, given.has_choice)
 
 
@@ -128,7 +130,7 @@ def draw(weights: Tensor, numbers: Sequence[float]) -> Tensor:
     """
     # Two short searches instead of one long one: first for the run, then in it.
     ends = cumulated_runs(weights)
-    marks = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
+    marks = on_device(numbers, weights.device, torch.float64)[:, None] * ends[:, -1:]
     run = _first_end_past(ends, marks)
     marks = marks - torch.where(run > 0, ends.gather(1, (run - 1).clamp(min=0)), 0.0)
     ends = take_run(runs(weights), run).cumsum(dim=-1, dtype=torch.float64)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.reductions import at_least, numbered, totals
+from headrace.engine.transfer import is_at_hand, on_device
 
 _WIDTHS = (64, 512, 8192)
 """So many of the preferred tokens are looked at first, and next; only then is the whole vocabulary sorted."""
@@ -38,7 +39,7 @@ def token_weights(logits: Tensor, highest: Tensor, params: Sequence[SamplingPara
         (D, V), fp32.
     """
     device, vocab_size = logits.device, logits.shape[1]
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    temperatures = on_device([p.temperature for p in params], device, torch.float32)
     # The highest is taken off before the division, so that a low temperature can't overflow.
     scaled = (logits - highest[:, None]).div_(temperatures[:, None])
     # Not exp: that takes ten times as long where results are nearly 0, and exp2's depend on the batch.
@@ -52,7 +53,7 @@ def token_weights(logits: Tensor, highest: Tensor, params: Sequence[SamplingPara
     if rows:
         _apply(partial(_keep_typical, shares=[params[i].typical_p for i in rows]), rows, scaled, weights)
     if any(p.min_p > 0.0 for p in params):
-        least = torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device)
+        least = on_device([p.min_p for p in params], device, torch.float32)
         weights.mul_(at_least(weights, least * weights.amax(dim=-1)))
     return weights
 
@@ -64,7 +65,7 @@ def _apply(
     if len(rows) == weights.shape[0]:
         cut(scaled, weights)
         return
-    which = torch.tensor(rows, device=weights.device)
+    which = on_device(rows, weights.device)
     part = weights[which]
     cut(scaled[which], part)
     weights[which] = part
@@ -95,13 +96,18 @@ def _keep_first(scores: Tensor, weights: Tensor, max_counts: Sequence[int], shar
         shares: D of them, in (0, 1]; 1 keeps all.
     """
     vocab_size = scores.shape[1]
-    limits = torch.tensor(max_counts, device=scores.device)
-    parts = torch.tensor(shares, dtype=torch.float64, device=scores.device)
-    widths = [*(width for width in _WIDTHS if width < vocab_size), vocab_size]
+    limits = on_device(max_counts, scores.device)
+    parts = on_device(shares, scores.device, torch.float64)
+    # Whether a few tokens tell enough has to be looked at: where that means waiting, all are sorted.
+    tried = _WIDTHS if is_at_hand(scores) else ()
+    widths = [*(width for width in tried if width < vocab_size), vocab_size]
     lowest, num_level = _cut_points(scores, weights, limits, parts, widths)
     weights.mul_(at_least(scores, lowest))
     is_tied = num_level > 0
-    if bool(is_tied.any()):
+    if not is_at_hand(scores):
+        is_level = is_tied[:, None] & (scores == lowest[:, None])
+        weights.masked_fill_(is_level & (is_level.cumsum(dim=-1) > num_level[:, None]), 0.0)
+    elif bool(is_tied.any()):
         which = torch.nonzero(is_tied).squeeze(1)
         rows, token_ids, places = numbered(scores[which] == lowest[which, None])
         is_surplus = places >= num_level[which][rows]

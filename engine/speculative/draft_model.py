@@ -25,6 +25,7 @@ from headrace.engine.sampling.draws import Purpose
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import choose, distributions
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
+from headrace.engine.transfer import download
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,18 @@ class DraftModel:
         sampled_rows = [each.sampled_row() for each in drafting]
         given = distributions(logits, sampled_rows, self._adjust)
         chosen = choose(given, sampled_rows)
-        is_healthy, has_choice = torch.stack((chosen.is_healthy, chosen.has_choice)).tolist()
+        table = [chosen.token_ids, chosen.is_healthy, chosen.has_choice]
+        if any(each.least_chance for each in drafting):
+            table.append(_chances(logits, chosen.token_ids))
+        # fp64 holds ids exactly. The next draft hangs on what is drawn here: there is one look per draft.
+        told = download(torch.stack([column.double() for column in table]))
+        token_ids, is_healthy, has_choice, *more = (
+            told[i : i + len(drafting)] for i in range(0, len(told), len(drafting))
+        )
+        chances = more[0] if more else [1.0] * len(drafting)
         place_of = {row: i for i, row in enumerate(given.drawn)}
-        chances = _chances(logits, chosen.token_ids) if any(each.least_chance for each in drafting) else None
         going_on = []
-        for i, (each, token_id) in enumerate(zip(drafting, chosen.token_ids.tolist(), strict=True)):
+        for i, (each, token_id) in enumerate(zip(drafting, map(int, token_ids), strict=True)):
             # This hangs on the distribution alone, not on the token: else some tokens would be favoured.
             each.is_failed = not is_healthy[i]
             if not is_healthy[i] or not has_choice[i]:
@@ -171,7 +179,7 @@ class DraftModel:
             if given.weights is not None and i in place_of and not each.is_coupled:
                 each.weights.append(given.weights[place_of[i]])
             # The draft itself is judged, however unlikely: only whether another one follows hangs on it.
-            each.chance *= 1.0 if chances is None else chances[i]
+            each.chance *= chances[i]
             if len(each.token_ids) < each.num_wanted and each.chance >= each.least_chance:
                 going_on.append(each)
         return going_on
@@ -197,11 +205,10 @@ class DraftModel:
         logits.copy_(wide[:, self._vocabulary])
 
 
-def _chances(logits: Tensor, token_ids: Tensor) -> list[float]:
-    """R of them: how likely the draft model itself holds these tokens."""
+def _chances(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """(R,): how likely the draft model itself holds these tokens."""
     chosen = logits.gather(1, token_ids[:, None]).squeeze(1)
-    chances: list[float] = (chosen - logits.logsumexp(dim=-1)).exp().tolist()
-    return chances
+    return (chosen - logits.logsumexp(dim=-1)).exp()
 
 
 def _catching_up(row: ScheduledSequence, num_common_ids: int) -> ScheduledSequence:

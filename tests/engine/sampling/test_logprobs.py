@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +14,15 @@ from torch import Tensor
 
 from headrace.engine.outputs import TokenLogprob, TokenLogprobs
 from headrace.engine.sampling.logprobs import logprob_table, read_logprobs
+from tests.support.far_device import as_if_far
+
+
+@pytest.fixture(scope="module", autouse=True, params=["here", "far"])
+def where(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a CPU, and as on a device whose numbers take waiting to look at: results are the same."""
+    with as_if_far() if request.param == "far" else nullcontext():
+        yield
+
 
 LEVELS = st.sampled_from([0.0, 0.5, 1.0, 3.0, -7.0, -math.inf])
 

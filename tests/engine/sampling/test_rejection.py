@@ -18,6 +18,7 @@ from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.rejection import judge, normalised, residual
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import choose, distributions, draw, uniforms
+from tests.support.far_device import as_if_far
 
 VOCAB_SIZE = 8
 NUM_DRAWS = 20_000
@@ -145,6 +146,17 @@ def test_rows_do_not_depend_on_what_is_judged_beside_them() -> None:
 
     for i, row in enumerate(rows):
         assert speculate(TARGET, UNLIKE, [row])[1] == judged[i : i + 1]
+
+
+@pytest.mark.parametrize("draft", [TARGET, UNLIKE], ids=["equal", "unlike"])
+def test_a_device_that_takes_waiting_to_look_at_judges_the_same(draft: Tensor) -> None:
+    rows = rows_for(list(CONTROLS.values()) * 10)
+    here = speculate(TARGET, draft, rows)
+
+    with as_if_far():
+        far = speculate(TARGET, draft, rows)
+
+    assert all(torch.equal(a, b) for a, b in zip(here, far, strict=True))
 
 
 def test_equal_distributions_keep_every_draft() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import sample
+from tests.support.far_device import as_if_far
 from tests.support.slow_sampling import probabilities
 
 LOGITS = (1.0, 3.0, -2.0, 2.5, 0.0, 3.0, -math.inf, 1.5)
@@ -189,6 +190,31 @@ def test_a_row_is_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
         assert result.is_healthy.tolist() == [i != sick for i in range(len(rows))]
         healthy = [t for i, t in enumerate(result.token_ids.tolist()) if i != sick]
         assert healthy == [t for i, t in enumerate(alone) if i != sick]
+
+
+@pytest.mark.parametrize("vocab_size", [8, 257, 9000])
+@pytest.mark.parametrize("step", [0.0, 0.5], ids=["apart", "ties"])
+def test_a_device_that_takes_waiting_to_look_at_draws_the_same(vocab_size: int, step: float) -> None:
+    controls: list[dict[str, Any]] = [
+        *EDGES,
+        *CONTROLS.values(),
+        *PAIRS.values(),
+        *MORE.values(),
+        {"top_p": 0.99, "temperature": 50.0},
+        {"typical_p": 0.99, "temperature": 50.0},
+    ]
+    logits = torch.randn(len(controls), vocab_size, generator=torch.Generator().manual_seed(4)) * 3
+    logits = logits if step == 0.0 else (logits / step).round() * step
+    logits[3, 1] = math.nan
+    rows = [row_at(100 + i, **control) for i, control in enumerate(controls)]
+    here = sample(logits, rows)
+
+    with as_if_far():
+        far = sample(logits, rows)
+
+    assert torch.equal(far.token_ids, here.token_ids)
+    assert torch.equal(far.is_healthy, here.is_healthy)
+    assert torch.equal(far.has_choice, here.has_choice)
 
 
 @pytest.mark.parametrize("controls", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,15 @@ from transformers import (
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.truncation import token_weights
+from tests.support.far_device import as_if_far
 from tests.support.slow_sampling import probabilities, typicality_gap
+
+
+@pytest.fixture(scope="module", autouse=True, params=["here", "far"])
+def where(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a CPU, and as on a device whose numbers take waiting to look at: results are the same."""
+    with as_if_far() if request.param == "far" else nullcontext():
+        yield
 
 
 def weights_of(logits: Tensor, *params: SamplingParams) -> Tensor:

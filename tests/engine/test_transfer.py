@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.engine.upload import upload
+from headrace.engine.transfer import upload
 
 
 def test_types_shapes_and_contents_stay() -> None:
