@@ -45,6 +45,8 @@ class ModelConfig:
         attention_backend: name of a backend of `headrace.engine.attention`; "auto" picks for the device.
         device: where to compute: "cpu", "cuda" (the first visible GPU), or "auto", which is the CPU for now.
         cuda_graphs: whether decode steps on a GPU are captured once and replayed.
+        kv_splits: whether attention on a GPU may cut a text into parts that are computed at once: faster for
+            few long texts; the last bits then depend on what shares the step.
     """
 
     path: Path
@@ -55,6 +57,7 @@ class ModelConfig:
     attention_backend: str = "auto"
     device: str = "auto"
     cuda_graphs: bool = True
+    kv_splits: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

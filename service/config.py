@@ -124,6 +124,11 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
         "auto", description="auto picks for the device: native, cpu; flash, torch_varlen; reference"
     )
     cuda_graphs: bool = Field(True, description="whether decode steps on a GPU are captured and replayed")
+    kv_splits: bool = Field(
+        True,
+        description="whether attention on a GPU may cut a text into parts that are computed at once: faster "
+        "for few long texts; the last bits then depend on what shares the step",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="longest sequence, prompt and output, tokens; unset: the model's own limit"
     )
@@ -214,6 +219,7 @@ class ServiceConfig(SchedulerSettings, SpeculationSettings, LatencySettings, Edg
                 attention_backend=self.attention_backend,
                 device=self.device,
                 cuda_graphs=self.cuda_graphs,
+                kv_splits=self.kv_splits,
             ),
             cache=CacheConfig(
                 self.block_size,

@@ -14,7 +14,7 @@ from pydantic import ByteSize
 
 _GROUPS = (
     ("model", r"(model|served_model_name|config|cache|generation_defaults|max_model_len)"),
-    ("computing", r"(device|dtype|weight_dtype|attention_backend|cuda_graphs|threads)"),
+    ("computing", r"(device|dtype|weight_dtype|attention_backend|cuda_graphs|kv_splits|threads)"),
     ("memory", r"(block_size|num_blocks|kv_memory|gpu_memory_utilization|prefix_caching)"),
     (
         "scheduling",

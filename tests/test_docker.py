@@ -13,7 +13,7 @@ import yaml
 
 from headrace.service.config import ServiceConfig, load_config
 from tests.support.dockerfiles import variables_of
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, pyproject_value
 
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
@@ -70,6 +70,20 @@ def test_the_composed_service_starts_and_is_open_to_this_machine_alone(
     set_all(variables_of(dockerfile) | service["environment"], monkeypatch)
     assert load_config(()).insecure
     assert published(service["ports"]) == {"127.0.0.1"}
+
+
+def test_flash_attn_is_compiled_at_the_version_that_is_pinned() -> None:
+    """For the torch that was installed before it, and never fetched as somebody else has compiled it."""
+    text = (DOCKER / "Dockerfile.cuda").read_text()
+    pattern = re.search(r"grep -o '(flash-attn==[^']*)' pyproject.toml", text)
+    extra = pyproject_value("project", "optional-dependencies", "cuda")
+
+    assert pattern is not None
+    assert [pin for pin in extra if re.fullmatch(pattern[1], str(pin))] == ["flash-attn==2.8.3.post2"]  # type: ignore[attr-defined]
+    installing = re.search(r"FLASH_ATTENTION_FORCE_BUILD=TRUE.*?install (.*?);", text, flags=re.DOTALL)
+    assert installing is not None
+    assert {"--no-build-isolation", "--no-binary"} <= set(installing[1].split())
+    assert text.index('pip install ${TORCH_PIP_ARGS} "${torch}"') < installing.start()
 
 
 def test_the_builder_gets_what_the_images_copy_and_nothing_else() -> None:

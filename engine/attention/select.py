@@ -32,6 +32,7 @@ class AttentionTask:
         block_size: tokens per block.
         head_dim: width of a head; None where it is not known yet.
         has_soft_cap: whether a layer caps its scores.
+        may_split: whether a row's KV may be cut into parts, so that bits depend on the batch.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class AttentionTask:
     block_size: int
     head_dim: int | None
     has_soft_cap: bool = False
+    may_split: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,12 @@ class BackendChoice:
 class _Entry:
     capabilities: Capabilities
     device_types: frozenset[str]
-    build: Callable[[KVStorage], AttentionBackend]
+    build: Callable[[KVStorage, AttentionTask], AttentionBackend]
     missing: Callable[[], str | None] = lambda: None
     """What this installation lacks for it; None when nothing does."""
 
 
-def _build_native(storage: KVStorage) -> AttentionBackend:
+def _build_native(storage: KVStorage, _: AttentionTask) -> AttentionBackend:
     library = load_default()
     logger.info("compiled kernels for %s from %s", library.variant, library.path)
     return native.NativeCpuBackend(storage, library)
@@ -83,20 +85,26 @@ _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 # The fastest first.
 _BACKENDS: Mapping[str, _Entry] = {
     "native": _Entry(native.CAPABILITIES, _CPU, _build_native, _native_missing),
-    "cpu": _Entry(cpu.CAPABILITIES, _CPU, cpu.CpuBackend),
+    "cpu": _Entry(cpu.CAPABILITIES, _CPU, lambda storage, _: cpu.CpuBackend(storage)),
     "flash": _Entry(
         flash.CAPABILITIES,
         _CUDA,
-        lambda storage: flash.FlashBackend(storage, flash.load_kernels()),
+        lambda storage, task: flash.FlashBackend(
+            storage, flash.load_kernels(), num_splits=0 if task.may_split else 1
+        ),
         flash.missing,
     ),
     "torch_varlen": _Entry(
         torch_varlen.CAPABILITIES,
         _CUDA,
-        lambda storage: torch_varlen.TorchVarlenBackend(storage, torch_varlen.load_kernel()),
+        lambda storage, task: torch_varlen.TorchVarlenBackend(
+            storage, torch_varlen.load_kernel(), num_splits=None if task.may_split else 1
+        ),
         torch_varlen.missing,
     ),
-    "reference": _Entry(reference.CAPABILITIES, _CPU | _CUDA, reference.ReferenceBackend),
+    "reference": _Entry(
+        reference.CAPABILITIES, _CPU | _CUDA, lambda storage, _: reference.ReferenceBackend(storage)
+    ),
 }
 
 
@@ -128,7 +136,7 @@ def choose_backend(name: str, task: AttentionTask) -> BackendChoice:
     logger.info("attention backend %s chosen: %s", found, reason)
     if found == "reference" and reason != _AS_CONFIGURED:
         logger.warning("the reference backend is right, not fast: %s", reason)
-    return BackendChoice(entry.capabilities, reason, entry.build)
+    return BackendChoice(entry.capabilities, reason, lambda storage: entry.build(storage, task))
 
 
 def check_backend(name: str, task: AttentionTask) -> None:

@@ -142,6 +142,7 @@ def attention_task(
         block_size=block_size_for(config.cache, device),
         head_dim=None if spec is None else spec.head_dim,
         has_soft_cap=spec is not None and spec.attention_soft_cap is not None,
+        may_split=config.model.kv_splits,
     )
 
 

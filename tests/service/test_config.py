@@ -252,10 +252,12 @@ def test_an_operator_caps_priorities() -> None:
 def test_the_engine_is_told_where_to_compute() -> None:
     flags = ("--device", "cuda", "--attention-backend", "flash", "--gpu-memory-utilization", "0.5")
 
-    engine = load_config((*MODEL, *flags, "--no-cuda-graphs")).engine_config(Path("/models/m"))
+    settings = load_config((*MODEL, *flags, "--no-cuda-graphs", "--no-kv-splits"))
+    engine = settings.engine_config(Path("/models/m"))
 
     assert (engine.model.device, engine.model.attention_backend) == ("cuda", "flash")
     assert not engine.model.cuda_graphs
+    assert not engine.model.kv_splits
     assert engine.cache.gpu_memory_utilization == 0.5
     # What suits the device is known when the model is loaded.
     assert engine.cache.block_size is None

@@ -126,6 +126,18 @@ def test_an_installed_flash_attn_is_preferred_on_a_gpu() -> None:
     assert [call.function for call in kernels.calls] == ["with_kvcache"]
 
 
+@pytest.mark.parametrize(("may_split", "num_splits"), [(True, 0), (False, 1)])
+def test_whether_kv_is_split_is_handed_on(num_splits: int, *, may_split: bool) -> None:
+    kernels = EmulatedKernels()
+    case = make_case([(300, 1)], block_size=256, dtype=torch.bfloat16)
+
+    with installed_as_flash_attn(kernels):
+        choice = choose_backend("flash", gpu_task(may_split=may_split))
+        case.run(choice.build(case.storage), AttentionSpec(scale=1.0))
+
+    assert [call.terms.num_splits for call in kernels.calls] == [num_splits]
+
+
 def test_without_flash_attn_it_says_what_would_install_it() -> None:
     if flash.missing() is None:
         pytest.skip("flash-attn is installed here")

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.engine.attention.backend import AttentionBackend
-from headrace.engine.attention.flash import FlashBackend
+from headrace.engine.attention.flash import FlashBackend, FlashKernels
 from headrace.engine.attention.reference import ReferenceBackend
 from headrace.engine.attention.torch_varlen import TorchVarlenBackend
 from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.kv.storage import KVStorage
+from headrace.engine.models import decoder as decoder_module
+from headrace.engine.models import layers, rope
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.runner.cuda_graphs import (
@@ -33,6 +36,7 @@ from tests.support.contract_backend import ContractCheckingBackend
 from tests.support.emulated_kernels import EmulatedKernels
 from tests.support.paged_step import storage_for
 from tests.support.plan_loop import GREEDY, make_sequences, num_blocks_for, run_to_end
+from tests.support.recorded_graphs import RecordingMaker
 from tests.support.tiny_models import MAX_POSITIONS, write_tiny_llama
 
 PROMPTS = [(7, 8, 9), (5,), tuple(range(20, 60)), (42, 42), (300, 301, 302, 303), (9, 9, 9)]
@@ -140,6 +144,48 @@ def test_replayed_steps_say_what_plain_ones_say(
         return tokens
 
     assert outputs(with_graphs=True) == outputs(with_graphs=False)
+
+
+@pytest.fixture
+def plain_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """One that computes with torch's own operations alone, as on a GPU: compiled kernels are not recorded."""
+    for module in (decoder_module, layers, rope):
+        monkeypatch.setattr(module, "native_kit", lambda: None)
+    monkeypatch.setattr(layers, "can_prepack", lambda _: False)
+    folder = write_tiny_llama(tmp_path, max_position_embeddings=1024)
+    return load_decoder(ModelConfig(folder, dtype="float32"), torch.device("cpu")).decoder
+
+
+@pytest.mark.parametrize("name", ["flash", "torch_varlen"])
+def test_what_is_captured_holds_for_every_later_step(plain_decoder: Decoder, name: str) -> None:
+    """Addresses and numbers of the host stay those of the capture, while rows, lengths and tables change."""
+    prompts = [*PROMPTS[:4], tuple(range(20, 272)), tuple(range(40, 300))]
+
+    def outputs(maker: RecordingMaker | None) -> list[list[int]]:
+        sequences = make_sequences(prompts, 9, 256)
+        for i, sequence in enumerate(sequences):
+            sequence.max_len -= i
+        layout = CacheLayout(num_blocks_for(sequences), 256)
+        storage = storage_for(plain_decoder.spec, layout.num_blocks, 256)
+        emulated = EmulatedKernels(dtypes=(torch.float32,))
+        kernel = maker.kernel if maker is not None else lambda function: function
+        backend: AttentionBackend = FlashBackend(
+            storage,
+            FlashKernels(kernel(emulated.flash_attn_varlen_func), kernel(emulated.flash_attn_with_kvcache)),
+        )
+        if name == "torch_varlen":
+            backend = TorchVarlenBackend(storage, kernel(emulated.varlen_attn))
+        graphs = None
+        if maker is not None:
+            graphs = DecodeGraphs(
+                plain_decoder, backend, layout, max_num_seqs=6, max_model_len=1024, maker=maker
+            )
+            graphs.capture()
+        tokens = run_to_end(ModelRunner(plain_decoder, backend, layout, graphs=graphs), sequences)
+        assert maker is None or maker.num_replays == 8
+        return tokens
+
+    assert outputs(RecordingMaker()) == outputs(None)
 
 
 def test_drawing_and_logprobs_are_those_of_plain_steps(decoder: Decoder) -> None:

@@ -10,7 +10,7 @@ import torch
 from headrace.engine.config import CacheConfig, CacheLayout, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.kv.storage import available_memory
 from headrace.engine.models.loader import load_decoder
-from headrace.engine.runner.placement import Placement, largest_steps
+from headrace.engine.runner.placement import Placement, attention_task, largest_steps
 from tests.support.tiny_models import MAX_POSITIONS, write_tiny_llama
 
 
@@ -33,6 +33,13 @@ def test_on_a_cpu_the_pool_is_measured_by_what_is_free(placement: Placement) -> 
 
 def test_the_largest_steps_run_over_next_to_no_pool(placement: Placement) -> None:
     placement.run_largest_steps()
+
+
+@pytest.mark.parametrize("kv_splits", [True, False])
+def test_whether_kv_may_be_split_is_the_configurations_word(*, kv_splits: bool) -> None:
+    config = EngineConfig(ModelConfig(Path(), kv_splits=kv_splits))
+
+    assert attention_task(config, torch.device("cpu")).may_split is kv_splits
 
 
 def test_nothing_is_captured_on_a_cpu(placement: Placement) -> None:
