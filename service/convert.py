@@ -211,15 +211,18 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt) -> Chat:
     )
 
 
-def delta_to_proto(event: TokenEvent, start: Start, tokenizer: Tokenizer) -> generation_pb2.Delta:
-    """Of new output what its request asked for."""
-    wants_logprobs = start.sampling.num_logprobs is not None
-    return generation_pb2.Delta(
-        text=event.text,
-        token_ids=event.token_ids if start.wants_token_ids else (),
-        logprobs=logprobs_to_proto(event.logprobs, tokenizer) if wants_logprobs else (),
-        prompt_logprobs=logprobs_to_proto(event.prompt_logprobs, tokenizer),
-    )
+def delta_into_proto(
+    event: TokenEvent, start: Start, tokenizer: Tokenizer, delta: generation_pb2.Delta
+) -> None:
+    """Of new output what its request asked for, put into `delta`: in its place, for each copy of a message
+    takes as long as to make it."""
+    delta.text = event.text
+    if start.wants_token_ids:
+        delta.token_ids.extend(event.token_ids)
+    if event.logprobs and start.sampling.num_logprobs is not None:
+        delta.logprobs.extend(logprobs_to_proto(event.logprobs, tokenizer))
+    if event.prompt_logprobs:
+        delta.prompt_logprobs.extend(logprobs_to_proto(event.prompt_logprobs, tokenizer))
 
 
 def finished_to_proto(event: FinishEvent) -> generation_pb2.Finished:

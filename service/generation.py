@@ -72,10 +72,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Many requests over one stream."""
         async with (
             SessionRun(self._serving, self._limits, request_iterator, context.time_remaining) as session,
-            aclosing(session.events()) as events,
+            aclosing(session.batches()) as batches,
         ):
-            async for event in events:
-                yield generation_pb2.SessionResponse(event=event)
+            async for events in batches:
+                yield generation_pb2.SessionResponse(events=events)
 
 
 class _Completions:

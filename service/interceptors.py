@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -23,6 +23,7 @@ from headrace.service.unsupported import unknown_fields
 T = TypeVar("T")
 
 _OURS = "/headrace.v1."
+_EARLY_S = 1e-3
 
 # Generic in the messages of each method, for the type checker only; this file serves all methods alike.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -139,13 +140,19 @@ class Guard(grpc.aio.ServerInterceptor):
         return guarded
 
     async def _write_all(self, responses: AsyncIterator[Message], context: Context) -> None:
-        async for response in responses:
-            try:
-                async with asyncio.timeout(self._slow_reader_s):
-                    await context.write(response)
-            except TimeoutError:
-                self._metrics.slow_reader("age")
-                raise slow_reader("a message has not been read", self._slow_reader_s, "read faster") from None
+        deadline = asyncio.timeout(None)
+        try:
+            async with deadline:
+                with _WriteWatch(self._slow_reader_s, deadline) as watch:
+                    async for response in responses:
+                        watch.since_s = watch.time()
+                        await context.write(response)
+                        watch.since_s = None
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            self._metrics.slow_reader("age")
+            raise slow_reader("a message has not been read", self._slow_reader_s, "read faster") from None
 
     async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
         """Await `work` and end the RPC by what it raises."""
@@ -186,6 +193,39 @@ class Guard(grpc.aio.ServerInterceptor):
             completion_tokens=caller.tally.num_completion_tokens,
             duration_ms=round(1e3 * (time.monotonic() - began_s), 1),
         )
+
+
+class _WriteWatch:
+    """Ends `deadline` when one write has taken `most_s` seconds. One timer serves all writes of a stream: one
+    for each would be a good part of what a message takes.
+
+    `since_s` is the moment at which the write began that goes on; None while there is none.
+    """
+
+    def __init__(self, most_s: float, deadline: asyncio.Timeout) -> None:
+        self.since_s: float | None = None
+        self.time = asyncio.get_running_loop().time
+        self._most_s = most_s
+        self._deadline = deadline
+
+    def __enter__(self) -> Self:
+        self._look_at(self.time() + self._most_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _look_at(self, when_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(when_s, self._look)
+
+    def _look(self) -> None:
+        now_s = self.time()
+        end_s = (now_s if self.since_s is None else self.since_s) + self._most_s
+        # A loop may look a little early.
+        if end_s <= now_s + _EARLY_S:
+            self._deadline.reschedule(now_s)
+        else:
+            self._look_at(end_s)
 
 
 def _tolerant(decode: Callable[[bytes], Message] | None) -> Callable[[bytes], Message | None]:

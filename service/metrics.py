@@ -54,6 +54,7 @@ class Metrics:
         self._model = ""
         # Of each live request, by the index of the sequence; the eldest are dropped should they be too many.
         self._followed: OrderedDict[str, dict[int, float]] = OrderedDict()
+        self._told: dict[tuple[str, ...], Counter] = {}
         client = ("client",) if names_clients else ()
         self._prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of admitted requests.", ("model", *client)
@@ -134,6 +135,7 @@ class Metrics:
     def opened(self, model: str) -> None:
         """From now on it is served under this name."""
         self._model = model
+        self._told.clear()
 
     def admitted(self, caller: Caller, num_prompt_tokens: int) -> None:
         """The engine has queued a request."""
@@ -141,7 +143,12 @@ class Metrics:
 
     def told(self, caller: Caller, num_tokens: int) -> None:
         """Tokens are handed to their reader."""
-        self._generation_tokens.labels(self._model, *self._client(caller)).inc(num_tokens)
+        client = self._client(caller)
+        counter = self._told.get(client)
+        if counter is None:
+            # Found once: this is called for each message.
+            counter = self._told[client] = self._generation_tokens.labels(self._model, *client)
+        counter.inc(num_tokens)
 
     def rejected(self, reason: str) -> None:
         """A request was refused before anything was computed for it."""

@@ -113,8 +113,9 @@ class Quotas:
         account.num_requests += 1
 
         def charge(num_tokens: int) -> None:
-            self._fill(account)
-            account.num_tokens -= num_tokens
+            if rate is not None:
+                self._fill(account)
+                account.num_tokens -= num_tokens
 
         def release() -> None:
             account.num_requests -= 1

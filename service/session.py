@@ -20,6 +20,7 @@ from google.rpc import status_pb2
 from headrace.engine import FieldViolation, UnreadPool
 from headrace.service.admission import Encoded, admit, encode, parse
 from headrace.service.auth import no_longer_welcome
+from headrace.service.batch import Batch
 from headrace.service.ended_labels import EndedLabels
 from headrace.service.event_log import EventLog
 from headrace.service.identity import current_caller
@@ -105,28 +106,32 @@ class SessionRun:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+    async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
         """Everything that the client is told, until its half-close and the end of the last request.
 
         Raises:
             RpcFailure: INVALID_ARGUMENT, the client broke the protocol; UNAVAILABLE, the server goes down;
                 RESOURCE_EXHAUSTED, the client reads too slowly.
         """
-        reader, admitter = self._tasks
+        reader, batch = self._tasks[0], Batch()
         with self._serving.on_close(self._wake.set):
             while True:
                 while self._ready:
                     since_s, source = self._ready.popleft()
                     self._check_reader(since_s)
                     for event in self._taken(source):
-                        yield event
+                        batch.add(event)
+                        if batch.is_full:
+                            yield batch.handed_over()
                     self._has_room.set()
+                if batch.events:
+                    yield batch.handed_over()
+                    continue  # meanwhile there may be more
                 if self._cut_by is not None:
                     raise self._cut_by
-                if admitter.done():
-                    admitter.result()
-                if reader.done():
-                    reader.result()
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
                 if not self._live and reader.done():
                     return
                 if not self._live and self._serving.is_closed:
@@ -190,12 +195,11 @@ class SessionRun:
 
     def _check_reader(self, since_s: float) -> None:
         """A reader that takes little by little is cut as one that takes nothing: nothing waits for longer."""
-        most_s = self._limits.slow_reader_s
         if self._cut_by is not None:
             raise self._cut_by
-        if asyncio.get_running_loop().time() - since_s > most_s:
+        if asyncio.get_running_loop().time() - since_s > self._limits.slow_reader_s:
             self._serving.edge.metrics.slow_reader("age")
-            raise slow_reader("what is ready has not been read", most_s, "read faster")
+            raise slow_reader("what is ready has not been read", self._limits.slow_reader_s, "read faster")
 
     async def _read(self) -> None:
         async for message in self._messages:
@@ -237,18 +241,15 @@ class SessionRun:
 
     def _start(self, start: StartGeneration, unknown: tuple[FieldViolation, ...]) -> None:
         label = start.request_id
-        if label in self._live:
-            self._answer(label, duplicate_request_id().to_status())
-            return
-        if unknown:
-            self._answer(label, invalid(*unknown).to_status())
-            return
         try:
+            if label in self._live:
+                raise duplicate_request_id()
+            if unknown:
+                raise invalid(*unknown)
             if start.detach:
                 self._resumables.check(self._caller, label, self._limits)
-            parsed = parse(
-                self._serving, start, None if start.detach else self._time_remaining(), needs_label=True
-            )
+            remaining_s = None if start.detach else self._time_remaining()
+            parsed = parse(self._serving, start, remaining_s, needs_label=True)
         except Exception as error:
             self._answer(label, told(error).to_status())
             return

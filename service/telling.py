@@ -14,7 +14,7 @@ from google.rpc import status_pb2
 
 from headrace.engine import FailureEvent, FinishEvent, OutputEvent, TokenEvent
 from headrace.service.admission import Admitted, Parsed, admit, encode
-from headrace.service.convert import delta_to_proto, finished_to_proto
+from headrace.service.convert import delta_into_proto, finished_to_proto
 from headrace.service.identity import Caller
 from headrace.service.logprobs import pieces
 from headrace.service.status import RpcFailure, failure_from
@@ -40,9 +40,14 @@ class Narrator:
         """The request is queued."""
         return self._event(accepted=accepted)
 
-    def delta(self, index: int, delta: generation_pb2.Delta) -> generation_pb2.GenerationEvent:
-        """New output."""
-        return self._event(index, delta=delta)
+    def delta(self, index: int) -> generation_pb2.GenerationEvent:
+        """New output, to be filled in and then to be numbered."""
+        return generation_pb2.GenerationEvent(request_id=self.label, index=index)
+
+    def numbered(self, event: generation_pb2.GenerationEvent) -> generation_pb2.GenerationEvent:
+        """The same event, as the next one."""
+        event.sequence = next(self._sequence)
+        return event
 
     def finished(self, index: int, finished: generation_pb2.Finished) -> generation_pb2.GenerationEvent:
         """A sequence's normal end."""
@@ -57,7 +62,6 @@ class Narrator:
         index: int = 0,
         *,
         accepted: generation_pb2.Accepted | None = None,
-        delta: generation_pb2.Delta | None = None,
         finished: generation_pb2.Finished | None = None,
         error: status_pb2.Status | None = None,
     ) -> generation_pb2.GenerationEvent:
@@ -66,7 +70,6 @@ class Narrator:
             index=index,
             sequence=next(self._sequence),
             accepted=accepted,
-            delta=delta,
             finished=finished,
             error=error,
         )
@@ -90,10 +93,12 @@ class Teller:
         match event:
             case TokenEvent():
                 self._count(event)
+                start, tokenizer = self._parsed.start, self._parsed.served.engine.tokenizer
                 for piece in pieces(event):
-                    delta = delta_to_proto(piece, self._parsed.start, self._parsed.served.engine.tokenizer)
-                    if delta.ByteSize():
-                        yield self._narrator.delta(event.index, delta)
+                    told = self._narrator.delta(event.index)
+                    delta_into_proto(piece, start, tokenizer, told.delta)
+                    if told.delta.ByteSize():
+                        yield self._narrator.numbered(told)
             case FinishEvent():
                 yield self._finished(event)
             case FailureEvent():

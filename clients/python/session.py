@@ -215,7 +215,8 @@ class Session:
         try:
             async for response in call:
                 self._has_progress = True
-                self._dispatch(response.event)
+                for event in response.events:
+                    self._dispatch(event)
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
         except asyncio.CancelledError:

@@ -118,9 +118,10 @@ async def by_session(stub: GenerationServiceStub, starts: Sequence[StartGenerati
 
     sending = asyncio.create_task(send())
     async for response in call:
-        if response.event.HasField("error"):
-            raise RuntimeError(f"a request failed: {response.event.error.message}")
-        tally.add(response.event)
+        for event in response.events:
+            if event.HasField("error"):
+                raise RuntimeError(f"a request failed: {event.error.message}")
+            tally.add(event)
     await sending
 
 

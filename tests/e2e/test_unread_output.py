@@ -126,7 +126,7 @@ async def test_what_is_ready_and_not_fetched_for_long_cuts_the_stream_however_st
         run = SessionRun(service.serving, Limits(slow_reader_s=0.0), messages(), lambda: None)
         async with run:
             with pytest.raises(RpcFailure) as cut:
-                async for _ in run.events():
+                async for _ in run.batches():
                     pass
         await service.engine.wait_idle()
     assert (cut.value.code, cut.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")

@@ -27,7 +27,7 @@ from headrace.engine import (
 from headrace.service.convert import (
     Start,
     chat_from_proto,
-    delta_to_proto,
+    delta_into_proto,
     finished_to_proto,
     seconds,
     start_from_proto,
@@ -342,10 +342,12 @@ def test_a_delta_leaves_out_what_was_not_asked_for() -> None:
     event = TokenEvent(0, (1, 2), "ab", (logprobs_of(1, 0), logprobs_of(2, 0)))
     with_ids = parsed(make_start("a", output=OutputOptions(logprobs=0)))
     without = parsed(make_start("a", output=OutputOptions(token_ids=False)))
-    told = delta_to_proto(event, with_ids, FakeTokenizer())
+    told, text_alone = Delta(), Delta()
+    delta_into_proto(event, with_ids, FakeTokenizer(), told)
     assert list(told.token_ids) == [1, 2]
     assert [entry.chosen.token_id for entry in told.logprobs] == [1, 2]
-    assert delta_to_proto(event, without, FakeTokenizer()) == Delta(text="ab")
+    delta_into_proto(event, without, FakeTokenizer(), text_alone)
+    assert text_alone == Delta(text="ab")
 
 
 def test_a_step_tells_its_rows() -> None:

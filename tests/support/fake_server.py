@@ -164,7 +164,7 @@ class FakeGeneration(GenerationServiceServicer):
         try:
             async for event in events_of(script, start):
                 if not isinstance(event, Fail):
-                    outbox.put_nowait(generation_pb2.SessionResponse(event=event))
+                    outbox.put_nowait(generation_pb2.SessionResponse(events=[event]))
                     sequence = event.sequence + 1
                 elif event.breaks_stream:
                     outbox.put_nowait(event)
@@ -172,14 +172,14 @@ class FakeGeneration(GenerationServiceServicer):
                     error = generation_pb2.GenerationEvent(
                         request_id=start.request_id, sequence=sequence, error=event.status
                     )
-                    outbox.put_nowait(generation_pb2.SessionResponse(event=error))
+                    outbox.put_nowait(generation_pb2.SessionResponse(events=[error]))
         except asyncio.CancelledError:
             finished = generation_pb2.Finished(reason=generation_pb2.FINISH_REASON_CANCELLED)
             for index in range(num_sequences(start)):
                 end = generation_pb2.GenerationEvent(
                     request_id=start.request_id, index=index, sequence=sequence + index, finished=finished
                 )
-                outbox.put_nowait(generation_pb2.SessionResponse(event=end))
+                outbox.put_nowait(generation_pb2.SessionResponse(events=[end]))
 
     def _note_later(self, request_id: str) -> None:
         # The caller is being cancelled, and the record's lock must be waited for.

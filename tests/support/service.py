@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -192,6 +193,7 @@ class RawSession:
     ) -> None:
         self.call: SessionCall = generation.Session(timeout=timeout_s, metadata=tuple(metadata))
         self.events: dict[str, list[GenerationEvent]] = {}
+        self._unread: deque[GenerationEvent] = deque()
 
     async def start(self, *starts: StartGeneration) -> None:
         """Send requests."""
@@ -221,10 +223,11 @@ class RawSession:
 
     async def next(self) -> GenerationEvent:
         """The next event; it is also kept."""
-        response = await self.call.read()
-        assert isinstance(response, SessionResponse), "the stream has ended"
-        self.events.setdefault(response.event.request_id, []).append(response.event)
-        return response.event
+        while not self._unread:
+            response = await self.call.read()
+            assert isinstance(response, SessionResponse), "the stream has ended"
+            self._unread.extend(response.events)
+        return self._kept(self._unread.popleft())
 
     async def until_end_of(self, *labels: str) -> None:
         """Read until each of the requests has ended."""
@@ -235,8 +238,15 @@ class RawSession:
         """Say "no more requests" and read to the end; the stream's status."""
         await self.call.done_writing()
         while isinstance(response := await self.call.read(), SessionResponse):
-            self.events.setdefault(response.event.request_id, []).append(response.event)
+            self._unread.extend(response.events)
+        for event in self._unread:
+            self._kept(event)
+        self._unread.clear()
         return await self.call.code()
+
+    def _kept(self, event: GenerationEvent) -> GenerationEvent:
+        self.events.setdefault(event.request_id, []).append(event)
+        return event
 
 
 def is_ended(events: Sequence[GenerationEvent]) -> bool:
