@@ -4,15 +4,18 @@
 # source: headrace/v1/generation.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "headrace/v1/generation.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'headrace/v1/generation.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -24,87 +27,85 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1cheadrace/v1/generation.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto">\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.StartGeneration"?\n\x10GenerateResponse\x12+\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.GenerationEvent"B\n\x13GenerateOnceRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.StartGeneration"\x81\x01\n\x14GenerateOnceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Accepted\x12,\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x17.headrace.v1.Completion"\xc8\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\'\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Finished\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs"\x94\x02\n\x0eSessionRequest\x12-\n\x05start\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.StartGenerationH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.headrace.v1.CancelGenerationH\x00\x12\x30\n\x0cgrant_credit\x18\x03 \x01(\x0b\x32\x18.headrace.v1.GrantCreditH\x00\x12/\n\x06resume\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.ResumeGenerationH\x00\x12\x35\n\x0b\x61\x63knowledge\x18\x05 \x01(\x0b\x32\x1e.headrace.v1.AcknowledgeEventsH\x00\x42\x08\n\x06\x61\x63tion"?\n\x0fSessionResponse\x12,\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.GenerationEvent"&\n\x10\x43\x61ncelGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t"t\n\x10ResumeGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\rlast_sequence\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06\x63redit\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x10\n\x0e_last_sequenceB\t\n\x07_credit"9\n\x11\x41\x63knowledgeEvents\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04"1\n\x0bGrantCredit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r"\xed\x04\n\x0fStartGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12&\n\x04stop\x18\x07 \x01(\x0b\x32\x18.headrace.v1.StopOptions\x12-\n\ntime_limit\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.headrace.v1.Constraint\x12*\n\x06output\x18\n \x01(\x0b\x32\x1a.headrace.v1.OutputOptions\x12\x0e\n\x01n\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x0c \x01(\x05H\x02\x88\x01\x01\x12(\n\x05\x63\x61\x63he\x18\r \x01(\x0b\x32\x19.headrace.v1.CacheOptions\x12\x34\n\x0bspeculation\x18\x0e \x01(\x0b\x32\x1f.headrace.v1.SpeculationOptions\x12\x1b\n\x0einitial_credit\x18\x0f \x01(\rH\x03\x88\x01\x01\x12\x13\n\x06\x64\x65tach\x18\x10 \x01(\x08H\x04\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\x0b\n\t_priorityB\x11\n\x0f_initial_creditB\t\n\x07_detach"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r"\xcd\x01\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.headrace.v1.Tool\x12"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x33\n\x12template_variables\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt"\x9f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.headrace.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\x0f\n\r_tool_call_idB\x07\n\x05_name"P\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12*\n\targuments\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct"\x84\x05\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12?\n\nlogit_bias\x18\n \x03(\x0b\x32+.headrace.v1.SamplingOptions.LogitBiasEntry\x12\x30\n\x11\x61llowed_token_ids\x18\x0b \x01(\x0b\x32\x15.headrace.v1.TokenIds\x12/\n\x10\x62\x61nned_token_ids\x18\x0c \x01(\x0b\x32\x15.headrace.v1.TokenIds\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x14\n\x07\x62\x65st_of\x18\x0e \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x07\n\x05_seedB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\n\n\x08_best_of"\xd5\x01\n\x0bStopOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_include_stop"\x8d\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x13.headrace.v1.ChoiceH\x00\x42\x06\n\x04kind"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t"\xfd\x01\n\rOutputOptions\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x05\x88\x01\x01\x42\x07\n\x05_textB\x0c\n\n_token_idsB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x07\n\x05_echoB\x16\n\x14_skip_special_tokens"J\n\x0c\x43\x61\x63heOptions\x12\x11\n\x04salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06\x62ypass\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_saltB\t\n\x07_bypass"v\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_enabledB\x19\n\x17_num_speculative_tokens"\xef\x01\n\x0fGenerationEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12)\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x15.headrace.v1.AcceptedH\x00\x12#\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32\x12.headrace.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x15.headrace.v1.FinishedH\x00\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05\x65vent"t\n\x08\x41\x63\x63\x65pted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12\r\n\x05model\x18\x04 \x01(\t"\x8b\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs"b\n\rTokenLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.headrace.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.headrace.v1.TokenLogprob"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t"\xc4\x01\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12.\n\x0cmatched_stop\x18\x02 \x01(\x0b\x32\x18.headrace.v1.MatchedStop\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.headrace.v1.Timings\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r"9\n\x0bMatchedStop\x12\x12\n\x08token_id\x18\x01 \x01(\rH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind"\x8e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x64raft_tokens_proposed\x18\x04 \x01(\r\x12\x1d\n\x15\x64raft_tokens_accepted\x18\x05 \x01(\r"\xc3\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration*\xb3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x32\xfd\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12S\n\x0cGenerateOnce\x12 .headrace.v1.GenerateOnceRequest\x1a!.headrace.v1.GenerateOnceResponse\x12H\n\x07Session\x12\x1b.headrace.v1.SessionRequest\x1a\x1c.headrace.v1.SessionResponse(\x01\x30\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/v1/generation.proto\x12\x0bheadrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x17google/rpc/status.proto\">\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.StartGeneration\"?\n\x10GenerateResponse\x12+\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.GenerationEvent\"B\n\x13GenerateOnceRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.StartGeneration\"\x81\x01\n\x14GenerateOnceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x15.headrace.v1.Accepted\x12,\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32\x17.headrace.v1.Completion\"\xc8\x01\n\nCompletion\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\'\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.headrace.v1.Finished\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"\x94\x02\n\x0eSessionRequest\x12-\n\x05start\x18\x01 \x01(\x0b\x32\x1c.headrace.v1.StartGenerationH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.headrace.v1.CancelGenerationH\x00\x12\x30\n\x0cgrant_credit\x18\x03 \x01(\x0b\x32\x18.headrace.v1.GrantCreditH\x00\x12/\n\x06resume\x18\x04 \x01(\x0b\x32\x1d.headrace.v1.ResumeGenerationH\x00\x12\x35\n\x0b\x61\x63knowledge\x18\x05 \x01(\x0b\x32\x1e.headrace.v1.AcknowledgeEventsH\x00\x42\x08\n\x06\x61\x63tion\"?\n\x0fSessionResponse\x12,\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1c.headrace.v1.GenerationEvent\"&\n\x10\x43\x61ncelGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"t\n\x10ResumeGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\rlast_sequence\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x06\x63redit\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x10\n\x0e_last_sequenceB\t\n\x07_credit\"9\n\x11\x41\x63knowledgeEvents\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"1\n\x0bGrantCredit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\xed\x04\n\x0fStartGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.headrace.v1.ChatPromptH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12&\n\x04stop\x18\x07 \x01(\x0b\x32\x18.headrace.v1.StopOptions\x12-\n\ntime_limit\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.headrace.v1.Constraint\x12*\n\x06output\x18\n \x01(\x0b\x32\x1a.headrace.v1.OutputOptions\x12\x0e\n\x01n\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x0c \x01(\x05H\x02\x88\x01\x01\x12(\n\x05\x63\x61\x63he\x18\r \x01(\x0b\x32\x19.headrace.v1.CacheOptions\x12\x34\n\x0bspeculation\x18\x0e \x01(\x0b\x32\x1f.headrace.v1.SpeculationOptions\x12\x1b\n\x0einitial_credit\x18\x0f \x01(\rH\x03\x88\x01\x01\x12\x13\n\x06\x64\x65tach\x18\x10 \x01(\x08H\x04\x88\x01\x01\x42\x08\n\x06promptB\x04\n\x02_nB\x0b\n\t_priorityB\x11\n\x0f_initial_creditB\t\n\x07_detach\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xcd\x01\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12 \n\x05tools\x18\x02 \x03(\x0b\x32\x11.headrace.v1.Tool\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x33\n\x12template_variables\x18\x04 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_prompt\"\x9f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.headrace.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04name\x18\x05 \x01(\tH\x01\x88\x01\x01\x42\x0f\n\r_tool_call_idB\x07\n\x05_name\"P\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12*\n\targuments\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x84\x05\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12?\n\nlogit_bias\x18\n \x03(\x0b\x32+.headrace.v1.SamplingOptions.LogitBiasEntry\x12\x30\n\x11\x61llowed_token_ids\x18\x0b \x01(\x0b\x32\x15.headrace.v1.TokenIds\x12/\n\x10\x62\x61nned_token_ids\x18\x0c \x01(\x0b\x32\x15.headrace.v1.TokenIds\x12\x11\n\tbad_words\x18\r \x03(\t\x12\x14\n\x07\x62\x65st_of\x18\x0e \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x07\n\x05_seedB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\n\n\x08_best_of\"\xd5\x01\n\x0bStopOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x06 \x01(\x08H\x03\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0f\n\r_include_stop\"\x8d\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x13.headrace.v1.ChoiceH\x00\x42\x06\n\x04kind\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"\xfd\x01\n\rOutputOptions\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x05 \x01(\x08H\x04\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x05\x88\x01\x01\x42\x07\n\x05_textB\x0c\n\n_token_idsB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x07\n\x05_echoB\x16\n\x14_skip_special_tokens\"J\n\x0c\x43\x61\x63heOptions\x12\x11\n\x04salt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06\x62ypass\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_saltB\t\n\x07_bypass\"v\n\x12SpeculationOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_enabledB\x19\n\x17_num_speculative_tokens\"\xef\x01\n\x0fGenerationEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12)\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x15.headrace.v1.AcceptedH\x00\x12#\n\x05\x64\x65lta\x18\x05 \x01(\x0b\x32\x12.headrace.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x15.headrace.v1.FinishedH\x00\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x07\n\x05\x65vent\"t\n\x08\x41\x63\x63\x65pted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12\r\n\x05model\x18\x04 \x01(\t\"\x8b\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"b\n\rTokenLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.headrace.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.headrace.v1.TokenLogprob\"M\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\"\xc4\x01\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12.\n\x0cmatched_stop\x18\x02 \x01(\x0b\x32\x18.headrace.v1.MatchedStop\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.headrace.v1.Timings\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\"9\n\x0bMatchedStop\x12\x12\n\x08token_id\x18\x01 \x01(\rH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind\"\x8e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x1d\n\x15\x64raft_tokens_proposed\x18\x04 \x01(\r\x12\x1d\n\x15\x64raft_tokens_accepted\x18\x05 \x01(\r\"\xc3\x01\n\x07Timings\x12)\n\x06queued\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration*\xb3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TIME_LIMIT\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x32\xfd\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12S\n\x0cGenerateOnce\x12 .headrace.v1.GenerateOnceRequest\x1a!.headrace.v1.GenerateOnceResponse\x12H\n\x07Session\x12\x1b.headrace.v1.SessionRequest\x1a\x1c.headrace.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "headrace.v1.generation_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_FINISHREASON"]._serialized_start = 5234
-    _globals["_FINISHREASON"]._serialized_end = 5413
-    _globals["_GENERATEREQUEST"]._serialized_start = 132
-    _globals["_GENERATEREQUEST"]._serialized_end = 194
-    _globals["_GENERATERESPONSE"]._serialized_start = 196
-    _globals["_GENERATERESPONSE"]._serialized_end = 259
-    _globals["_GENERATEONCEREQUEST"]._serialized_start = 261
-    _globals["_GENERATEONCEREQUEST"]._serialized_end = 327
-    _globals["_GENERATEONCERESPONSE"]._serialized_start = 330
-    _globals["_GENERATEONCERESPONSE"]._serialized_end = 459
-    _globals["_COMPLETION"]._serialized_start = 462
-    _globals["_COMPLETION"]._serialized_end = 662
-    _globals["_SESSIONREQUEST"]._serialized_start = 665
-    _globals["_SESSIONREQUEST"]._serialized_end = 941
-    _globals["_SESSIONRESPONSE"]._serialized_start = 943
-    _globals["_SESSIONRESPONSE"]._serialized_end = 1006
-    _globals["_CANCELGENERATION"]._serialized_start = 1008
-    _globals["_CANCELGENERATION"]._serialized_end = 1046
-    _globals["_RESUMEGENERATION"]._serialized_start = 1048
-    _globals["_RESUMEGENERATION"]._serialized_end = 1164
-    _globals["_ACKNOWLEDGEEVENTS"]._serialized_start = 1166
-    _globals["_ACKNOWLEDGEEVENTS"]._serialized_end = 1223
-    _globals["_GRANTCREDIT"]._serialized_start = 1225
-    _globals["_GRANTCREDIT"]._serialized_end = 1274
-    _globals["_STARTGENERATION"]._serialized_start = 1277
-    _globals["_STARTGENERATION"]._serialized_end = 1898
-    _globals["_TOKENIDS"]._serialized_start = 1900
-    _globals["_TOKENIDS"]._serialized_end = 1923
-    _globals["_CHATPROMPT"]._serialized_start = 1926
-    _globals["_CHATPROMPT"]._serialized_end = 2131
-    _globals["_CHATMESSAGE"]._serialized_start = 2134
-    _globals["_CHATMESSAGE"]._serialized_end = 2293
-    _globals["_TOOLCALL"]._serialized_start = 2295
-    _globals["_TOOLCALL"]._serialized_end = 2375
-    _globals["_TOOL"]._serialized_start = 2377
-    _globals["_TOOL"]._serialized_end = 2463
-    _globals["_SAMPLINGOPTIONS"]._serialized_start = 2466
-    _globals["_SAMPLINGOPTIONS"]._serialized_end = 3110
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._serialized_start = 2915
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._serialized_end = 2963
-    _globals["_STOPOPTIONS"]._serialized_start = 3113
-    _globals["_STOPOPTIONS"]._serialized_end = 3326
-    _globals["_CONSTRAINT"]._serialized_start = 3329
-    _globals["_CONSTRAINT"]._serialized_end = 3470
-    _globals["_CHOICE"]._serialized_start = 3472
-    _globals["_CHOICE"]._serialized_end = 3497
-    _globals["_OUTPUTOPTIONS"]._serialized_start = 3500
-    _globals["_OUTPUTOPTIONS"]._serialized_end = 3753
-    _globals["_CACHEOPTIONS"]._serialized_start = 3755
-    _globals["_CACHEOPTIONS"]._serialized_end = 3829
-    _globals["_SPECULATIONOPTIONS"]._serialized_start = 3831
-    _globals["_SPECULATIONOPTIONS"]._serialized_end = 3949
-    _globals["_GENERATIONEVENT"]._serialized_start = 3952
-    _globals["_GENERATIONEVENT"]._serialized_end = 4191
-    _globals["_ACCEPTED"]._serialized_start = 4193
-    _globals["_ACCEPTED"]._serialized_end = 4309
-    _globals["_DELTA"]._serialized_start = 4312
-    _globals["_DELTA"]._serialized_end = 4451
-    _globals["_TOKENLOGPROBS"]._serialized_start = 4453
-    _globals["_TOKENLOGPROBS"]._serialized_end = 4551
-    _globals["_TOKENLOGPROB"]._serialized_start = 4553
-    _globals["_TOKENLOGPROB"]._serialized_end = 4630
-    _globals["_FINISHED"]._serialized_start = 4633
-    _globals["_FINISHED"]._serialized_end = 4829
-    _globals["_MATCHEDSTOP"]._serialized_start = 4831
-    _globals["_MATCHEDSTOP"]._serialized_end = 4888
-    _globals["_USAGE"]._serialized_start = 4891
-    _globals["_USAGE"]._serialized_end = 5033
-    _globals["_TIMINGS"]._serialized_start = 5036
-    _globals["_TIMINGS"]._serialized_end = 5231
-    _globals["_GENERATIONSERVICE"]._serialized_start = 5416
-    _globals["_GENERATIONSERVICE"]._serialized_end = 5669
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=5234
+  _globals['_FINISHREASON']._serialized_end=5413
+  _globals['_GENERATEREQUEST']._serialized_start=132
+  _globals['_GENERATEREQUEST']._serialized_end=194
+  _globals['_GENERATERESPONSE']._serialized_start=196
+  _globals['_GENERATERESPONSE']._serialized_end=259
+  _globals['_GENERATEONCEREQUEST']._serialized_start=261
+  _globals['_GENERATEONCEREQUEST']._serialized_end=327
+  _globals['_GENERATEONCERESPONSE']._serialized_start=330
+  _globals['_GENERATEONCERESPONSE']._serialized_end=459
+  _globals['_COMPLETION']._serialized_start=462
+  _globals['_COMPLETION']._serialized_end=662
+  _globals['_SESSIONREQUEST']._serialized_start=665
+  _globals['_SESSIONREQUEST']._serialized_end=941
+  _globals['_SESSIONRESPONSE']._serialized_start=943
+  _globals['_SESSIONRESPONSE']._serialized_end=1006
+  _globals['_CANCELGENERATION']._serialized_start=1008
+  _globals['_CANCELGENERATION']._serialized_end=1046
+  _globals['_RESUMEGENERATION']._serialized_start=1048
+  _globals['_RESUMEGENERATION']._serialized_end=1164
+  _globals['_ACKNOWLEDGEEVENTS']._serialized_start=1166
+  _globals['_ACKNOWLEDGEEVENTS']._serialized_end=1223
+  _globals['_GRANTCREDIT']._serialized_start=1225
+  _globals['_GRANTCREDIT']._serialized_end=1274
+  _globals['_STARTGENERATION']._serialized_start=1277
+  _globals['_STARTGENERATION']._serialized_end=1898
+  _globals['_TOKENIDS']._serialized_start=1900
+  _globals['_TOKENIDS']._serialized_end=1923
+  _globals['_CHATPROMPT']._serialized_start=1926
+  _globals['_CHATPROMPT']._serialized_end=2131
+  _globals['_CHATMESSAGE']._serialized_start=2134
+  _globals['_CHATMESSAGE']._serialized_end=2293
+  _globals['_TOOLCALL']._serialized_start=2295
+  _globals['_TOOLCALL']._serialized_end=2375
+  _globals['_TOOL']._serialized_start=2377
+  _globals['_TOOL']._serialized_end=2463
+  _globals['_SAMPLINGOPTIONS']._serialized_start=2466
+  _globals['_SAMPLINGOPTIONS']._serialized_end=3110
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=2915
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=2963
+  _globals['_STOPOPTIONS']._serialized_start=3113
+  _globals['_STOPOPTIONS']._serialized_end=3326
+  _globals['_CONSTRAINT']._serialized_start=3329
+  _globals['_CONSTRAINT']._serialized_end=3470
+  _globals['_CHOICE']._serialized_start=3472
+  _globals['_CHOICE']._serialized_end=3497
+  _globals['_OUTPUTOPTIONS']._serialized_start=3500
+  _globals['_OUTPUTOPTIONS']._serialized_end=3753
+  _globals['_CACHEOPTIONS']._serialized_start=3755
+  _globals['_CACHEOPTIONS']._serialized_end=3829
+  _globals['_SPECULATIONOPTIONS']._serialized_start=3831
+  _globals['_SPECULATIONOPTIONS']._serialized_end=3949
+  _globals['_GENERATIONEVENT']._serialized_start=3952
+  _globals['_GENERATIONEVENT']._serialized_end=4191
+  _globals['_ACCEPTED']._serialized_start=4193
+  _globals['_ACCEPTED']._serialized_end=4309
+  _globals['_DELTA']._serialized_start=4312
+  _globals['_DELTA']._serialized_end=4451
+  _globals['_TOKENLOGPROBS']._serialized_start=4453
+  _globals['_TOKENLOGPROBS']._serialized_end=4551
+  _globals['_TOKENLOGPROB']._serialized_start=4553
+  _globals['_TOKENLOGPROB']._serialized_end=4630
+  _globals['_FINISHED']._serialized_start=4633
+  _globals['_FINISHED']._serialized_end=4829
+  _globals['_MATCHEDSTOP']._serialized_start=4831
+  _globals['_MATCHEDSTOP']._serialized_end=4888
+  _globals['_USAGE']._serialized_start=4891
+  _globals['_USAGE']._serialized_end=5033
+  _globals['_TIMINGS']._serialized_start=5036
+  _globals['_TIMINGS']._serialized_end=5231
+  _globals['_GENERATIONSERVICE']._serialized_start=5416
+  _globals['_GENERATIONSERVICE']._serialized_end=5669
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TIME_LIMIT: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
-
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -54,12 +53,7 @@ class GenerateOnceResponse(_message.Message):
     request_id: str
     accepted: Accepted
     completions: _containers.RepeatedCompositeFieldContainer[Completion]
-    def __init__(
-        self,
-        request_id: _Optional[str] = ...,
-        accepted: _Optional[_Union[Accepted, _Mapping]] = ...,
-        completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finished", "prompt_logprobs")
@@ -75,15 +69,7 @@ class Completion(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     finished: Finished
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(
-        self,
-        index: _Optional[int] = ...,
-        text: _Optional[str] = ...,
-        token_ids: _Optional[_Iterable[int]] = ...,
-        logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...,
-        finished: _Optional[_Union[Finished, _Mapping]] = ...,
-        prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("start", "cancel", "grant_credit", "resume", "acknowledge")
@@ -97,14 +83,7 @@ class SessionRequest(_message.Message):
     grant_credit: GrantCredit
     resume: ResumeGeneration
     acknowledge: AcknowledgeEvents
-    def __init__(
-        self,
-        start: _Optional[_Union[StartGeneration, _Mapping]] = ...,
-        cancel: _Optional[_Union[CancelGeneration, _Mapping]] = ...,
-        grant_credit: _Optional[_Union[GrantCredit, _Mapping]] = ...,
-        resume: _Optional[_Union[ResumeGeneration, _Mapping]] = ...,
-        acknowledge: _Optional[_Union[AcknowledgeEvents, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, start: _Optional[_Union[StartGeneration, _Mapping]] = ..., cancel: _Optional[_Union[CancelGeneration, _Mapping]] = ..., grant_credit: _Optional[_Union[GrantCredit, _Mapping]] = ..., resume: _Optional[_Union[ResumeGeneration, _Mapping]] = ..., acknowledge: _Optional[_Union[AcknowledgeEvents, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("events",)
@@ -126,12 +105,7 @@ class ResumeGeneration(_message.Message):
     request_id: str
     last_sequence: int
     credit: int
-    def __init__(
-        self,
-        request_id: _Optional[str] = ...,
-        last_sequence: _Optional[int] = ...,
-        credit: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., last_sequence: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class AcknowledgeEvents(_message.Message):
     __slots__ = ("request_id", "sequence")
@@ -150,24 +124,7 @@ class GrantCredit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class StartGeneration(_message.Message):
-    __slots__ = (
-        "request_id",
-        "model",
-        "text",
-        "token_ids",
-        "chat",
-        "sampling",
-        "stop",
-        "time_limit",
-        "constraint",
-        "output",
-        "n",
-        "priority",
-        "cache",
-        "speculation",
-        "initial_credit",
-        "detach",
-    )
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stop", "time_limit", "constraint", "output", "n", "priority", "cache", "speculation", "initial_credit", "detach")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -200,25 +157,7 @@ class StartGeneration(_message.Message):
     speculation: SpeculationOptions
     initial_credit: int
     detach: bool
-    def __init__(
-        self,
-        request_id: _Optional[str] = ...,
-        model: _Optional[str] = ...,
-        text: _Optional[str] = ...,
-        token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...,
-        chat: _Optional[_Union[ChatPrompt, _Mapping]] = ...,
-        sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ...,
-        stop: _Optional[_Union[StopOptions, _Mapping]] = ...,
-        time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...,
-        constraint: _Optional[_Union[Constraint, _Mapping]] = ...,
-        output: _Optional[_Union[OutputOptions, _Mapping]] = ...,
-        n: _Optional[int] = ...,
-        priority: _Optional[int] = ...,
-        cache: _Optional[_Union[CacheOptions, _Mapping]] = ...,
-        speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ...,
-        initial_credit: _Optional[int] = ...,
-        detach: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., initial_credit: _Optional[int] = ..., detach: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -236,13 +175,7 @@ class ChatPrompt(_message.Message):
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
     add_generation_prompt: bool
     template_variables: _struct_pb2.Struct
-    def __init__(
-        self,
-        messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...,
-        tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...,
-        add_generation_prompt: _Optional[bool] = ...,
-        template_variables: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., template_variables: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -256,14 +189,7 @@ class ChatMessage(_message.Message):
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
     tool_call_id: str
     name: str
-    def __init__(
-        self,
-        role: _Optional[str] = ...,
-        content: _Optional[str] = ...,
-        tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...,
-        tool_call_id: _Optional[str] = ...,
-        name: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("id", "name", "arguments")
@@ -273,12 +199,7 @@ class ToolCall(_message.Message):
     id: str
     name: str
     arguments: _struct_pb2.Struct
-    def __init__(
-        self,
-        id: _Optional[str] = ...,
-        name: _Optional[str] = ...,
-        arguments: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters")
@@ -288,30 +209,10 @@ class Tool(_message.Message):
     name: str
     description: str
     parameters: _struct_pb2.Struct
-    def __init__(
-        self,
-        name: _Optional[str] = ...,
-        description: _Optional[str] = ...,
-        parameters: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class SamplingOptions(_message.Message):
-    __slots__ = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "seed",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "banned_token_ids",
-        "bad_words",
-        "best_of",
-    )
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "bad_words", "best_of")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -319,7 +220,6 @@ class SamplingOptions(_message.Message):
         key: int
         value: float
         def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
-
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -348,23 +248,7 @@ class SamplingOptions(_message.Message):
     banned_token_ids: TokenIds
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     best_of: int
-    def __init__(
-        self,
-        temperature: _Optional[float] = ...,
-        top_k: _Optional[int] = ...,
-        top_p: _Optional[float] = ...,
-        min_p: _Optional[float] = ...,
-        typical_p: _Optional[float] = ...,
-        seed: _Optional[int] = ...,
-        frequency_penalty: _Optional[float] = ...,
-        presence_penalty: _Optional[float] = ...,
-        repetition_penalty: _Optional[float] = ...,
-        logit_bias: _Optional[_Mapping[int, float]] = ...,
-        allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...,
-        banned_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...,
-        bad_words: _Optional[_Iterable[str]] = ...,
-        best_of: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., seed: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., banned_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ..., best_of: _Optional[int] = ...) -> None: ...
 
 class StopOptions(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "strings", "token_ids", "ignore_eos", "include_stop")
@@ -380,15 +264,7 @@ class StopOptions(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     include_stop: bool
-    def __init__(
-        self,
-        max_tokens: _Optional[int] = ...,
-        min_tokens: _Optional[int] = ...,
-        strings: _Optional[_Iterable[str]] = ...,
-        token_ids: _Optional[_Iterable[int]] = ...,
-        ignore_eos: _Optional[bool] = ...,
-        include_stop: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop: _Optional[bool] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -402,14 +278,7 @@ class Constraint(_message.Message):
     regex: str
     grammar: str
     choice: Choice
-    def __init__(
-        self,
-        json_schema: _Optional[str] = ...,
-        json_object: _Optional[bool] = ...,
-        regex: _Optional[str] = ...,
-        grammar: _Optional[str] = ...,
-        choice: _Optional[_Union[Choice, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("options",)
@@ -431,15 +300,7 @@ class OutputOptions(_message.Message):
     prompt_logprobs: int
     echo: bool
     skip_special_tokens: bool
-    def __init__(
-        self,
-        text: _Optional[bool] = ...,
-        token_ids: _Optional[bool] = ...,
-        logprobs: _Optional[int] = ...,
-        prompt_logprobs: _Optional[int] = ...,
-        echo: _Optional[bool] = ...,
-        skip_special_tokens: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
     __slots__ = ("salt", "bypass")
@@ -455,9 +316,7 @@ class SpeculationOptions(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_speculative_tokens: int
-    def __init__(
-        self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, enabled: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerationEvent(_message.Message):
     __slots__ = ("request_id", "index", "sequence", "accepted", "delta", "finished", "error")
@@ -475,16 +334,7 @@ class GenerationEvent(_message.Message):
     delta: Delta
     finished: Finished
     error: _status_pb2.Status
-    def __init__(
-        self,
-        request_id: _Optional[str] = ...,
-        index: _Optional[int] = ...,
-        sequence: _Optional[int] = ...,
-        accepted: _Optional[_Union[Accepted, _Mapping]] = ...,
-        delta: _Optional[_Union[Delta, _Mapping]] = ...,
-        finished: _Optional[_Union[Finished, _Mapping]] = ...,
-        error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., sequence: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("prompt_tokens", "max_tokens", "sampling", "model")
@@ -496,13 +346,7 @@ class Accepted(_message.Message):
     max_tokens: int
     sampling: SamplingOptions
     model: str
-    def __init__(
-        self,
-        prompt_tokens: _Optional[int] = ...,
-        max_tokens: _Optional[int] = ...,
-        sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ...,
-        model: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("text", "token_ids", "logprobs", "prompt_logprobs")
@@ -514,13 +358,7 @@ class Delta(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(
-        self,
-        text: _Optional[str] = ...,
-        token_ids: _Optional[_Iterable[int]] = ...,
-        logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...,
-        prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("chosen", "top")
@@ -528,11 +366,7 @@ class TokenLogprobs(_message.Message):
     TOP_FIELD_NUMBER: _ClassVar[int]
     chosen: TokenLogprob
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
-    def __init__(
-        self,
-        chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ...,
-        top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "rank", "text")
@@ -544,13 +378,7 @@ class TokenLogprob(_message.Message):
     logprob: float
     rank: int
     text: str
-    def __init__(
-        self,
-        token_id: _Optional[int] = ...,
-        logprob: _Optional[float] = ...,
-        rank: _Optional[int] = ...,
-        text: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "matched_stop", "usage", "timings", "preemptions")
@@ -564,14 +392,7 @@ class Finished(_message.Message):
     usage: Usage
     timings: Timings
     preemptions: int
-    def __init__(
-        self,
-        reason: _Optional[_Union[FinishReason, str]] = ...,
-        matched_stop: _Optional[_Union[MatchedStop, _Mapping]] = ...,
-        usage: _Optional[_Union[Usage, _Mapping]] = ...,
-        timings: _Optional[_Union[Timings, _Mapping]] = ...,
-        preemptions: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[_Union[MatchedStop, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class MatchedStop(_message.Message):
     __slots__ = ("token_id", "text")
@@ -582,13 +403,7 @@ class MatchedStop(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = (
-        "prompt_tokens",
-        "cached_tokens",
-        "completion_tokens",
-        "draft_tokens_proposed",
-        "draft_tokens_accepted",
-    )
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "draft_tokens_proposed", "draft_tokens_accepted")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -599,14 +414,7 @@ class Usage(_message.Message):
     completion_tokens: int
     draft_tokens_proposed: int
     draft_tokens_accepted: int
-    def __init__(
-        self,
-        prompt_tokens: _Optional[int] = ...,
-        cached_tokens: _Optional[int] = ...,
-        completion_tokens: _Optional[int] = ...,
-        draft_tokens_proposed: _Optional[int] = ...,
-        draft_tokens_accepted: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens_proposed: _Optional[int] = ..., draft_tokens_accepted: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queued", "prefill", "time_to_first_token", "decode")
@@ -618,10 +426,4 @@ class Timings(_message.Message):
     prefill: _duration_pb2.Duration
     time_to_first_token: _duration_pb2.Duration
     decode: _duration_pb2.Duration
-    def __init__(
-        self,
-        queued: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...,
-        prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...,
-        time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...,
-        decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, queued: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
