@@ -115,6 +115,10 @@ class Checkpoint:
         """Shape of a tensor, without reading it."""
         return tuple(self._handle(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
+    def dtype(self, name: str) -> str:
+        """Type of a tensor as safetensors calls it (F32, BF16, ...), without reading it."""
+        return str(self._handle(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
+
     def read(self, name: str) -> Tensor:
         """Read a tensor as it is stored, onto the CPU.
 

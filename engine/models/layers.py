@@ -72,10 +72,13 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = W
     Args:
         weight: (N, K), on the device and in the type that it is computed with.
         bias: (N,), the same.
-        kind: how the weight is kept; what is quantised is computed by the compiled kernels alone.
+        kind: how the weight is kept; what is quantised is computed by the compiled kernels alone. What bf16
+            doesn't hold exactly is not kept in it.
     """
     kit = native_kit()
-    if kit is not None and kind is not WeightKind.SAME:
+    if kit is not None and kind is WeightKind.KEPT_BF16 and kit.linears.can_keep_bf16(weight):
+        return kit.linears.make_kept_bf16(weight, bias)
+    if kit is not None and kind in (WeightKind.INT8, WeightKind.INT4):
         return kit.linears.make_quantised(quantise(weight, kind), weight.dtype, bias)
     if kit is not None and kit.linears.suits(weight):
         return kit.linears.make(weight, bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def load_decoder(
     device: torch.device,
     progress: LoadProgress | None = None,
     *,
-    tokenizer_eos_token_ids: Collection[int] = (),
+    tokenizer_eos_token_ids: Callable[[], Collection[int]] = tuple,
     reduced_head: ReducedHead | None = None,
 ) -> LoadedDecoder:
     """Read a model folder.
@@ -59,7 +59,8 @@ def load_decoder(
         config: `config.path` is a folder with config.json and safetensors.
         device: where to compute.
         progress: told the bytes read.
-        tokenizer_eos_token_ids: end ids that the tokenizer declares, joined with those of the other files.
+        tokenizer_eos_token_ids: gives the end ids that the tokenizer declares, joined with those of the other
+            files; asked when the weights are read.
         reduced_head: in the place of the model's own head.
 
     Raises:
@@ -75,6 +76,12 @@ def load_decoder(
     with Checkpoint(folder) as checkpoint:
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
+        if weight_kind is WeightKind.SAME and _stays_bf16(checkpoint, spec, dtype, device):
+            _log.info(
+                "the checkpoint's weights are bfloat16 and stay so, computed with in %s: nothing is lost",
+                dtype,
+            )
+            weight_kind = WeightKind.KEPT_BF16
         source = _ConvertedWeights(checkpoint, spec, dtype, device, progress)
         decoder = Decoder(spec, source, max_len=max_len, weight_kind=weight_kind, reduced_head=reduced_head)
     bos = config_file.integers("bos_token_id")
@@ -83,7 +90,7 @@ def load_decoder(
         family=spec.family,
         max_model_len=max_len,
         vocab_size=spec.vocab_size,
-        eos_token_ids=declared_eos_token_ids(folder, tokenizer_eos_token_ids, spec.vocab_size),
+        eos_token_ids=declared_eos_token_ids(folder, tokenizer_eos_token_ids(), spec.vocab_size),
         bos_token_id=bos[0] if bos else None,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=sum(math.prod(shape) for shape in spec.tensors().values()),
@@ -171,6 +178,20 @@ def _widens_bfloat16() -> bool:
     """Whether the compiled kernels multiply bfloat16 weights as float32, which takes half the memory."""
     kit = native_kit()
     return kit is not None and kit.linears.suits(torch.empty((1, 2), dtype=torch.bfloat16))
+
+
+def may_keep_bf16(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights that are stored in bfloat16 would stay so although `dtype` is computed in."""
+    kit = native_kit()
+    return (
+        dtype is torch.float32 and device.type == "cpu" and kit is not None and kit.linears.suits_kept_bf16()
+    )
+
+
+def _stays_bf16(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Gains and biases, which a file may hold in another type, are few."""
+    matrices = [name for name, shape in spec.tensors().items() if len(shape) > 1]
+    return may_keep_bf16(dtype, device) and all(checkpoint.dtype(name) == "BF16" for name in matrices)
 
 
 def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders
 
 from headrace.engine.errors import InvalidRequest, ModelLoadError, NoChatTemplate
+from headrace.engine.models.json_file import read_json_object
 from headrace.engine.tokenizer import Chat, ChatMessage, Tool, ToolCall
 
 if TYPE_CHECKING:
-    from transformers import TokenizersBackend
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+_MISTRAL_FILE = "tekken.json"
 
 
 def load_tokenizer(folder: Path) -> HFTokenizer:
@@ -24,10 +27,10 @@ def load_tokenizer(folder: Path) -> HFTokenizer:
         ModelLoadError: the folder has no tokenizer, or one that can't be read.
     """
     # transformers imports torch: only where a model is really wanted.
-    from transformers import AutoTokenizer, TokenizersBackend  # noqa: PLC0415
+    from transformers import TokenizersBackend  # noqa: PLC0415
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = _read(folder)
     except Exception as error:
         # The readers of many formats stand behind this call, and each raises what it likes.
         raise ModelLoadError(f"the tokenizer in {folder} can't be read: {error}") from error
@@ -38,6 +41,20 @@ def load_tokenizer(folder: Path) -> HFTokenizer:
         )
     _check_templates(tokenizer.chat_template, folder)
     return HFTokenizer(tokenizer)
+
+
+def _read(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import TokenizersBackend  # noqa: PLC0415
+
+    settings = folder / "tokenizer_config.json"
+    declared = read_json_object(settings) if settings.is_file() else {}
+    is_plain = declared.get("tokenizer_class") == TokenizersBackend.__name__ and "auto_map" not in declared
+    if is_plain and (folder / "tokenizer.json").is_file() and not (folder / _MISTRAL_FILE).is_file():
+        # What the choice below would take, without the second that its imports take.
+        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
 
 
 def _check_templates(templates: str | Mapping[str, str] | None, folder: Path) -> None:

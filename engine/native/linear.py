@@ -42,6 +42,19 @@ class NativeLinears:
         is_fast = variant in ("avx512bf16", "avx2") or (variant == "avx512" and weight.dtype is torch.float32)
         return code is not None and is_fast and weight.shape[1] % 2 == 0 and weight.device.type == "cpu"
 
+    def suits_kept_bf16(self) -> bool:
+        """Whether the kernels compute in fp32 with weights that stay in bf16."""
+        return self._library.variant == "avx2"
+
+    def can_keep_bf16(self, weight: Tensor) -> bool:
+        """Whether `make_kept_bf16` takes such a weight.
+
+        Args:
+            weight: (N, K).
+        """
+        is_fp32 = weight.dtype is torch.float32 and weight.device.type == "cpu"
+        return self.suits_kept_bf16() and is_fp32 and weight.shape[1] % 2 == 0 and _is_exact_in_bf16(weight)
+
     def suits_quantised(self) -> bool:
         """Whether this processor multiplies whole numbers fast enough to make quantised weights worth it."""
         return self._library.variant != "generic"
@@ -88,6 +101,10 @@ class NativeLinears:
         Raises:
             ValueError: the kernels don't take such a weight.
         """
+        _check_bias(bias, weight.dtype, weight.shape[0])
+        return NativeLinear(self._library, self._pack(weight), bias)
+
+    def _pack(self, weight: Tensor) -> PackedWeight:
         functions, kernels = self._library.functions, self._library.kernels
         num_outputs, width = weight.shape
         code = DTYPE_CODES.get(weight.dtype)
@@ -96,11 +113,30 @@ class NativeLinears:
             raise ValueError(
                 f"the kernels for {self._library.variant} take no {weight.dtype} weights of width {width}"
             )
-        _check_bias(bias, weight.dtype, num_outputs)
         packed = self._take(functions.headrace_packed_bytes(code, num_outputs, width))
         source = weight.contiguous()
         functions.headrace_pack(code, source.data_ptr(), num_outputs, width, packed.data_ptr())
-        return NativeLinear(self._library, PackedWeight(packed, (num_outputs, width), weight.dtype), bias)
+        return PackedWeight(packed, (num_outputs, width), weight.dtype)
+
+    def make_kept_bf16(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        """Pack a weight in half its memory. What comes out is what `make` gives, to the bit.
+
+        Args:
+            weight: (N, K), fp32 on the CPU, of numbers that bf16 holds exactly; K even.
+            bias: (N,), fp32.
+
+        Raises:
+            ValueError: the kernels don't take such a weight, or bf16 would round it.
+        """
+        if not self.can_keep_bf16(weight):
+            raise ValueError(
+                f"the kernels for {self._library.variant} don't keep {weight.dtype} weights of width "
+                f"{weight.shape[1]} in bfloat16, or it doesn't hold them exactly"
+            )
+        _check_bias(bias, weight.dtype, weight.shape[0])
+        packed = self._pack(weight.bfloat16())
+        kept = PackedWeight(packed.memory, packed.shape, torch.float32, WeightKind.KEPT_BF16)
+        return NativeLinear(self._library, kept, bias)
 
     def _take(self, num_bytes: int) -> Tensor:
         """Memory that begins with a cache line, so that no vector of the weights lies in two."""
@@ -116,8 +152,13 @@ def _check_bias(bias: Tensor | None, dtype: torch.dtype, num_outputs: int) -> No
         raise ValueError(f"the bias must be {dtype} of {num_outputs}, not {bias.dtype} {bias.shape}")
 
 
+def _is_exact_in_bf16(weight: Tensor) -> bool:
+    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+
+
 def _large_pages(num_bytes: int) -> Tensor:
-    memory = mmap.mmap(-1, num_bytes)
+    # Private: shared memory has large pages only where an administrator allows them.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -27,6 +27,8 @@ class WeightKind(Enum):
     """Whole numbers from -127 to 127 times the group's scale."""
     INT4 = 2
     """Whole numbers from 0 to 15 times the group's scale, added to its least value."""
+    KEPT_BF16 = 3
+    """In bf16 while the model computes in fp32: half the memory for weights that bf16 holds exactly."""
 
 
 @dataclass(frozen=True, slots=True)

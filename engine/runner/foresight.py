@@ -18,6 +18,7 @@ from headrace.engine.models.loader import (
     check_dtype,
     choose_max_len,
     choose_weight_kind,
+    may_keep_bf16,
     read_spec,
 )
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
@@ -27,7 +28,7 @@ from headrace.engine.native.quantised import WeightKind
 from headrace.engine.runner.device import find_device
 from headrace.engine.runner.placement import attention_task
 
-_LEAST_BYTES = {WeightKind.INT8: 1.0, WeightKind.INT4: 0.5}
+_LEAST_BYTES = {WeightKind.INT8: 1.0, WeightKind.INT4: 0.5, WeightKind.KEPT_BF16: 2.0}
 """Of a weight: what is beside the linear layers takes more."""
 _LEAST_LEN = 256
 
@@ -69,7 +70,7 @@ def check_room(config: EngineConfig, device: torch.device, dtype: torch.dtype, a
     check_backend(config.model.attention_backend, attention_task(config, device, spec, dtype))
     wanted_len = config.model.max_model_len
     max_len = spec.default_len if wanted_len is None else choose_max_len(wanted_len, spec)
-    model = _Planned(spec, dtype, choose_weight_kind(config.model.weight_dtype, device), max_len)
+    model = _Planned(spec, dtype, _least_bytes(config.model.weight_dtype, dtype, device), max_len)
     draft_path = config.speculation.draft_model
     draft = None if draft_path is None else _draft(config, draft_path, device, dtype)
     problem = _lack_of_memory(config, device, available_bytes, model, draft)
@@ -92,14 +93,14 @@ class _Planned:
 
     spec: DecoderSpec
     dtype: torch.dtype
-    weight_kind: WeightKind
+    bytes_each: float
     max_len: int
 
     @property
     def weight_bytes(self) -> int:
         """At least."""
         num_weights = sum(math.prod(shape) for shape in self.spec.tensors().values())
-        return int(num_weights * _LEAST_BYTES.get(self.weight_kind, self.dtype.itemsize))
+        return int(num_weights * self.bytes_each)
 
     @property
     def rotary_bytes(self) -> int:
@@ -118,8 +119,16 @@ def _draft(config: EngineConfig, path: Path, device: torch.device, dtype: torch.
     if (path / REDUCED_HEAD_FILE).is_file():
         # A head of its own that lies in the folder, too, is not read.
         spec = replace(spec, tied_head=True)
-    kind = choose_weight_kind(config.speculation.draft_weight_dtype, device)
-    return _Planned(spec, dtype, kind, spec.default_len)
+    least = _least_bytes(config.speculation.draft_weight_dtype, dtype, device)
+    return _Planned(spec, dtype, least, spec.default_len)
+
+
+def _least_bytes(weight_dtype: str, dtype: torch.dtype, device: torch.device) -> float:
+    """What a weight takes; one that is stored in bfloat16 may stay so."""
+    kind = choose_weight_kind(weight_dtype, device)
+    if kind is WeightKind.SAME and may_keep_bf16(dtype, device):
+        kind = WeightKind.KEPT_BF16
+    return _LEAST_BYTES.get(kind, dtype.itemsize)
 
 
 def _lack_of_memory(

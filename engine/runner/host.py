@@ -31,6 +31,13 @@ def prepare_host(num_threads: int | None) -> int:
     return chosen
 
 
+def give_back_memory() -> None:
+    """Let the system have what is free, such as what weights were converted in; steps keep what they free."""
+    library = _c_library()
+    if library is not None:
+        library.malloc_trim(0)
+
+
 def usable_cores() -> int:
     """Cores that this process may use: torch's own count, within the affinity mask and the group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,10 +60,20 @@ def cpu_quota(file: Path) -> int | None:
 
 def _keep_freed_memory() -> None:
     """Let glibc keep what is freed: else it maps and unmaps the large temporaries of every layer anew."""
+    library = _c_library()
+    if library is not None:
+        library.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def _c_library() -> ctypes.CDLL | None:
+    """The process's own C library, if it is glibc."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        logger.debug("this C library has no mallopt: its memory settings stay")
-        return
-    mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        library = ctypes.CDLL(None)
+        has_settings = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
+    except OSError:
+        has_settings = False
+    if not has_settings:
+        logger.debug("this C library is not glibc: its memory settings stay")
+        return None
+    return library

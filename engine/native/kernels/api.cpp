@@ -313,8 +313,8 @@ void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, 
                      residual,     residual_stride,  out, width,     num_outputs};
   int64_t row_bytes = width * (dtype == kFloat32 ? 4 : 2);
   auto multiply = chosen.multiply;
-  if (weight_kind != kSame) {
-    call.kind = WeightKind(weight_kind);
+  call.kind = WeightKind(weight_kind);
+  if (weight_kind == kInt8 || weight_kind == kInt4) {
     multiply = chosen.multiply_quantised;
     const int64_t num_groups = (width + kGroup - 1) / kGroup;
     row_bytes = num_groups * (kGroup + 8);

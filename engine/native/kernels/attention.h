@@ -74,7 +74,7 @@ struct Rotation {
 constexpr int kPanel = 32;
 
 // How weights are kept: as numbers of the model's type, or in groups of inputs with scales of their own.
-enum WeightKind : int32_t { kSame = 0, kInt8 = 1, kInt4 = 2 };
+enum WeightKind : int32_t { kSame = 0, kInt8 = 1, kInt4 = 2, kKeptBf16 = 3 };
 
 // Inputs of a group.
 constexpr int kGroup = 32;

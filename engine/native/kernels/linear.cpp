@@ -57,6 +57,10 @@ struct Bf16Linear {
   }
 };
 #define HEADRACE_WIDENS_INPUTS
+// The same weights with inputs and outputs in fp32: each sum is that of the widened weights, to the bit.
+struct KeptBf16Linear : Bf16Linear {
+  typedef float Stored;
+};
 #endif
 
 // The next panel's share that is fetched while one group of rows is computed: so many bytes at each unit.
@@ -247,6 +251,8 @@ void multiply(const LinearCall& call, int64_t first_row, int64_t last_row, int64
     return multiply_typed<Bf16Linear>(call, first_row, last_row, first_panel, last_panel);
 #elif defined(HEADRACE_WIDENS_INPUTS)
   if (call.dtype == headrace::kBfloat16) return multiply_widened(call, first_row, last_row, first_panel, last_panel);
+  if (call.kind == headrace::kKeptBf16)
+    return multiply_typed<KeptBf16Linear>(call, first_row, last_row, first_panel, last_panel);
 #endif
   multiply_typed<Fp32Linear>(call, first_row, last_row, first_panel, last_panel);
 }

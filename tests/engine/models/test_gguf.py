@@ -111,7 +111,9 @@ def test_a_converted_file_is_served_with_its_end_ids(tmp_path: Path) -> None:
     folder = converted(tmp_path, extra_numbers={"tokenizer.ggml.eot_token_id": 7})
     tokenizer_ids = load_tokenizer(folder).eos_token_ids
     info = load_decoder(
-        ModelConfig(path=folder, dtype="float32"), torch.device("cpu"), tokenizer_eos_token_ids=tokenizer_ids
+        ModelConfig(path=folder, dtype="float32"),
+        torch.device("cpu"),
+        tokenizer_eos_token_ids=lambda: tokenizer_ids,
     ).info
     assert info.eos_token_ids == {IM_END_ID, 7}
     assert info.bos_token_id == IM_START_ID

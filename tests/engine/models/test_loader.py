@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from headrace.engine.config import ModelConfig, SamplingDefaults
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models import loader
-from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder
+from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder, may_keep_bf16
 from headrace.engine.models.spec import DecoderSpec
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json, edited_tensors
@@ -32,7 +32,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def load(folder: Path, *, tokenizer_eos_token_ids: tuple[int, ...] = (), **settings: Any) -> LoadedDecoder:
     config = ModelConfig(path=folder, **{"dtype": "float32", **settings})
-    return load_decoder(config, CPU, tokenizer_eos_token_ids=tokenizer_eos_token_ids)
+    return load_decoder(config, CPU, tokenizer_eos_token_ids=lambda: tokenizer_eos_token_ids)
 
 
 def logits_of(folder: Path) -> Tensor:
@@ -131,6 +131,36 @@ def test_auto_takes_bfloat16_only_where_the_processor_multiplies_it(
     with caplog.at_level(logging.INFO, logger="headrace"):
         assert choose_dtype("auto", CPU) == expected
     assert f"dtype auto: {expected}" in caplog.text
+
+
+def test_weights_stored_in_bfloat16_stay_so_and_nothing_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        for name, tensor in tensors.items():
+            # As some files do, the gains in another type.
+            tensors[name] = tensor.bfloat16().to(torch.float32 if "norm" in name else torch.bfloat16)
+    with caplog.at_level(logging.INFO, logger="headrace"):
+        ours = logits_of(folder)
+    if not may_keep_bf16(torch.float32, CPU):
+        pytest.skip("the kernels are not built, or multiply bfloat16 themselves")
+    assert "stay so" in caplog.text
+    monkeypatch.setattr(loader, "may_keep_bf16", lambda dtype, device: False)
+    assert torch.equal(ours, logits_of(folder))
+
+
+def test_weights_stored_in_another_type_are_not_rounded_to_bfloat16(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor if name == HEAD else tensor.bfloat16()
+    with caplog.at_level(logging.INFO, logger="headrace"):
+        ours = logits_of(folder)
+    assert "stay so" not in caplog.text
+    torch.testing.assert_close(ours, reference_logits(folder), atol=1e-4, rtol=0)
 
 
 def test_half_precision_is_refused_on_a_cpu_with_what_to_use() -> None:

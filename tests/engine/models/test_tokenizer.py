@@ -310,6 +310,28 @@ def test_a_folder_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_class_that_the_folder_names_is_taken_at_its_word_and_gives_the_librarys_ids(
+    tmp_path: Path,
+) -> None:
+    write_tiny_llama(tmp_path)
+    for name in ("TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizerFast"):
+        with edited_json(tmp_path / "tokenizer_config.json") as config:
+            config["tokenizer_class"] = name
+        reference = AutoTokenizer.from_pretrained(tmp_path)
+        ours = load_tokenizer(tmp_path)
+        assert [ours.encode(text) for text in TEXTS] == [reference(text).input_ids for text in TEXTS]
+        assert ours.eos_token_ids == {reference.eos_token_id}
+
+
+def test_a_plain_tokenizer_is_read_without_the_librarys_models(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from headrace.engine.models.tokenizer import load_tokenizer; "
+        f"load_tokenizer(Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')

@@ -112,16 +112,16 @@ def test_a_whole_head_that_a_reduced_one_replaces_takes_no_room(
 ) -> None:
     draft = tmp_path / "draft"
     draft.mkdir()
-    # Its head takes 49 MiB, and so does its embedding.
+    # Its head takes 24 MiB, and so does its embedding.
     folder_of(draft, config_file, vocab_size=200_000, tie_word_embeddings=False)
     config = replace(
         make_config(folder, CacheConfig(block_size=4, num_blocks=100)),
         speculation=SpeculationConfig(Speculation.DRAFT_MODEL, draft),
     )
     with pytest.raises(ConfigError, match="the weights take"):
-        check_room(config, CPU, torch.float32, 70 * MIB)
+        check_room(config, CPU, torch.bfloat16, 35 * MIB)
     (draft / REDUCED_HEAD_FILE).touch()
-    check_room(config, CPU, torch.float32, 70 * MIB)
+    check_room(config, CPU, torch.bfloat16, 35 * MIB)
 
 
 @pytest.mark.parametrize(

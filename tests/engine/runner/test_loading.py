@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from headrace.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.errors import ConfigError, ModelLoadError
+from headrace.engine.models.tokenizer import HFTokenizer
+from headrace.engine.runner import loading
 from headrace.engine.runner.loading import load
 from tests.support.plan_loop import make_sequences, run_to_end
 from tests.support.tiny_models import IM_END_ID, MAX_POSITIONS, VOCAB_SIZE, tiny_llama, write_tiny_llama
@@ -75,6 +78,37 @@ def test_progress_is_told_to_the_end(folder: Path) -> None:
     for reports in told.values():
         assert [done for done, _ in reports] == sorted(done for done, _ in reports)
         assert reports[-1][0] == reports[-1][1]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_and_nothing_is_left_running(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    (folder / "tokenizer.json").write_text("{")
+
+    with pytest.raises(ModelLoadError, match="the tokenizer in"):
+        load(make_config(folder))
+
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("headrace-tokenizer")]
+
+
+def test_who_waits_for_weights_hears_of_a_tokenizer_that_cannot_be_read_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fail(path: Path) -> HFTokenizer:
+        failed.set()
+        raise ModelLoadError(f"the tokenizer in {path} can't be read")
+
+    def wait_and_count(stage: str, done: int, total: int) -> None:
+        assert failed.wait(10)
+        shares.append(done / total)
+
+    shares: list[float] = []
+    monkeypatch.setattr(loading, "load_tokenizer", fail)
+    with pytest.raises(ModelLoadError, match="the tokenizer in"):
+        load(make_config(folder), wait_and_count)
+
+    assert not shares or max(shares) < 1
 
 
 def test_a_backend_that_does_not_suit_is_refused(folder: Path) -> None:
