@@ -51,10 +51,14 @@ def _read(folder: Path) -> PreTrainedTokenizerBase:
     is_plain = declared.get("tokenizer_class") == TokenizersBackend.__name__ and "auto_map" not in declared
     if is_plain and (folder / "tokenizer.json").is_file() and not (folder / _MISTRAL_FILE).is_file():
         # What the choice below would take, without the second that its imports take.
-        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+        plain: TokenizersBackend = TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+        return plain
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    chosen: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        str(folder), trust_remote_code=False, local_files_only=True
+    )
+    return chosen
 
 
 def _check_templates(templates: str | Mapping[str, str] | None, folder: Path) -> None:

@@ -70,10 +70,7 @@ def _c_library() -> ctypes.CDLL | None:
     """The process's own C library, if it is glibc."""
     try:
         library = ctypes.CDLL(None)
-        has_settings = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
     except OSError:
-        has_settings = False
-    if not has_settings:
-        logger.debug("this C library is not glibc: its memory settings stay")
         return None
-    return library
+    is_glibc = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
+    return library if is_glibc else None

@@ -1,11 +1,11 @@
 """Where a step's time goes, from one step of the whole engine to the next.
 
     .venv/bin/python -m tests.benchmarks.step_parts
-    .venv/bin/python -m tests.benchmarks.step_parts --weight-dtype same,int8,int4 --batch 1,16 --json parts.json
+    .venv/bin/python -m tests.benchmarks.step_parts --weight-dtype same,int8,int4 --json parts.json
 
-An engine serves as many requests as there are slots, each read by a task of its own, as a server's are. What is
-timed is a cycle: from the beginning of a step that only decodes to that of the next. The model is what
-computes tokens: its layers, its head, and attention's own preparation. The rest is what serving them costs.
+An engine serves as many requests as there are slots, each read by a task of its own, as a server's are. What
+is timed is a cycle: from the beginning of a step that only decodes to that of the next. The model is its
+layers and its head. The rest is what serving them costs.
 
 | part | what it is |
 |---|---|
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import time
@@ -191,7 +192,7 @@ async def cycles(
     num_slots = config.scheduler.max_num_seqs
     full = [
         (now, then)
-        for now, then in zip(stats, stats[1:], strict=False)
+        for now, then in itertools.pairwise(stats)
         if len(now.rows) == len(then.rows) == num_slots
         and then.step == now.step + 1
         and now.num_prefill_tokens == then.num_prefill_tokens == 0
