@@ -92,6 +92,8 @@ class Training:
         self._dtype = choose_dtype("auto", torch.device("cpu"))
         self._optimiser = torch.optim.AdamW(student.learning(), lr=settings.learning_rate, betas=(0.9, 0.98))
         self._num_updates, self._spent_s, self._epoch, self._place = 0, 0.0, 0, 0
+        self._best: dict[str, Tensor] = {}
+        self._best_overlap = -1.0
         self._restore()
 
     @property
@@ -100,7 +102,7 @@ class Training:
         return self._num_updates
 
     def run(self, progress: DistillationProgress) -> None:
-        """Learn until the time is over.
+        """Learn until the time is over; the student is then as it was when it knew unseen text best.
 
         Raises:
             DraftingFailed: the loss is no number any more, or its state can't be kept.
@@ -115,6 +117,8 @@ class Training:
             self._save()
             raise
         self._save()
+        # From little text it ends up learning by heart, and foresees less of any other.
+        self._student.restore(self._best)
 
     def _learn(self, progress: DistillationProgress) -> None:
         total_s = self._settings.training_s
@@ -141,6 +145,8 @@ class Training:
     def _tell(self, progress: DistillationProgress, losses: Sequence[float]) -> None:
         if losses:
             judged = self.judge()
+            if judged.overlap >= self._best_overlap:
+                self._best, self._best_overlap = self._student.state(), judged.overlap
             progress.note(
                 f"update {self._num_updates}, pass {self._epoch + (self._place > 0)} over the text: "
                 f"loss {sum(losses) / len(losses):.3f}; of unseen text "
@@ -208,6 +214,8 @@ class Training:
             "spent_s": self._spent_s,
             "epoch": self._epoch,
             "place": self._place,
+            "best": self._best,
+            "best_overlap": self._best_overlap,
         }
         write_whole(self._checkpoint, lambda partial: torch.save(state, partial))
 
@@ -221,6 +229,7 @@ class Training:
             self._optimiser.load_state_dict(state["optimiser"])
             self._num_updates, self._spent_s = state["num_updates"], state["spent_s"]
             self._epoch, self._place = state["epoch"], state["place"]
+            self._best, self._best_overlap = state["best"], state["best_overlap"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as error:
             raise ConfigError(
                 f"{self._checkpoint} is no state of this draft model, or is damaged: delete it, and "

@@ -11,7 +11,7 @@ import headrace.engine.distillation.training as training_module
 from headrace.engine import ConfigError, DistillationSettings, DraftingFailed
 from headrace.engine.distillation.corpus import Corpus, Example, Examples, Piece
 from headrace.engine.distillation.student import Student
-from headrace.engine.distillation.training import Lesson, Training
+from headrace.engine.distillation.training import Judgement, Lesson, Training
 from tests.support.distillation import (
     RecordedProgress,
     drawn_sequences,
@@ -165,6 +165,30 @@ def test_broken_off_it_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch
     assert batches == wanted
     for name, tensor in student.state().items():
         torch.testing.assert_close(tensor, at_once.state()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_what_knew_unseen_text_best_is_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    student, training = bench.begin()
+    seen: list[dict[str, Tensor]] = []
+
+    def judge(of: Training) -> Judgement:
+        # The third look is the best one, whatever comes later.
+        seen.append(student.state())
+        return Judgement(0.5, {3: 0.9}.get(len(seen), 0.001 * len(seen)))
+
+    monkeypatch.setattr(Training, "judge", judge)
+    training.run(RecordedProgress())
+    assert len(seen) > 3
+    assert_equal(student.state(), seen[2])
+    assert changed(seen[2], seen[-1])
+
+    best, num_looks = seen[2], len(seen)
+    student, training = bench.begin(replace(bench.settings, training_s=80.0))
+    assert_equal(student.state(), seen[num_looks - 1])
+    training.run(RecordedProgress())
+    assert len(seen) > num_looks
+    assert_equal(student.state(), best)
 
 
 def test_more_time_may_be_given(tmp_path: Path) -> None:
