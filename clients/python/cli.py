@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -42,6 +41,8 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
+        from importlib import metadata  # noqa: PLC0415  a third of what `--help` takes
+
         typer.echo(f"headrace {metadata.version('headrace')}")
         raise typer.Exit
 
