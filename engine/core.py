@@ -311,8 +311,8 @@ class EngineCore:
             IntegrityError: it isn't.
         """
         self._kv.check_integrity()
-        if not self._live and self._kv.num_live_blocks:
-            raise IntegrityError(f"nobody is live, yet {self._kv.num_live_blocks} blocks are held")
+        if not self._live and (num_blocks := self._kv.num_live_blocks) + (num := self._kv.num_remembered):
+            raise IntegrityError(f"nobody is live, yet {num_blocks} blocks are held, {num} entries kept")
 
     def _take_all_in(
         self,

@@ -162,6 +162,7 @@ class Sequence:
         is_plain: whether a draw depends on nothing but the KV and `sampling`, and tells of no prompt.
         is_late: whether its first token can't come in time any more, so that others go first.
         paused_s: for how long it has been paused since its first token, seconds.
+        early_paused_s: for how long it was paused before its first token, seconds.
         num_draft_tokens: drafts that were judged for it; one behind the end of its text was not.
         num_accepted_draft_tokens: those of them that stand in its text.
     """
@@ -185,6 +186,7 @@ class Sequence:
     rank: Rank = (0.0, SequenceId(0))
     is_late: bool = False
     paused_s: float = 0.0
+    early_paused_s: float = 0.0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     first_scheduled_s: float | None = None
@@ -279,6 +281,13 @@ class Sequence:
             if m is not None
         ]
         return min(moments) if moments else None
+
+    def note_pause(self, seconds: float) -> None:
+        """Count a pause that is over."""
+        if self.first_token_s is None:
+            self.early_paused_s += seconds
+        else:
+            self.paused_s += seconds
 
     def transition(self, new: SequenceStatus) -> None:
         """Move to `new`.

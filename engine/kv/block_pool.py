@@ -50,9 +50,9 @@ class BlockPool:
         """Blocks that `allocate` can hand out: free ones and kept ones."""
         return len(self._free) + len(self._kept)
 
-    def is_held(self, block_id: int) -> bool:
-        """Whether anybody refers to a block."""
-        return self._ref_counts[block_id] > 0
+    def num_holders(self, block_id: int) -> int:
+        """How many refer to a block."""
+        return self._ref_counts[block_id]
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each; None and no change when there are fewer."""

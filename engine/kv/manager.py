@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import takewhile
@@ -106,6 +108,16 @@ class KVCacheManager:
         return (self._pool.num_references - self.num_live_blocks) * self._block_size
 
     @property
+    def num_remembered(self) -> int:
+        """Entries that are kept for sequences: none once all are over."""
+        return len(self._tables) + len(self._chains) + len(self._matches)
+
+    @property
+    def num_holders(self) -> Callable[[int], int]:
+        """How many tables hold a block, by its id."""
+        return self._pool.num_holders
+
+    @property
     def counts(self) -> BlockCounts:
         """The pool now."""
         cached = self._pool.num_kept
@@ -171,7 +183,7 @@ class KVCacheManager:
         return PrefixMatch(
             block_ids=tuple(block_ids),
             num_tokens=len(block_ids) * self.layout.block_size,
-            num_unused=sum(not self._pool.is_held(block_id) for block_id in block_ids),
+            num_unused=sum(self._pool.num_holders(block_id) == 0 for block_id in block_ids),
         )
 
     def adopt(self, sequence_id: SequenceId, match: PrefixMatch) -> None:
@@ -218,6 +230,7 @@ class KVCacheManager:
         """
         if is_over:
             self._chains.pop(sequence_id, None)
+            self._matches.pop(sequence_id, None)
         table = self._tables.get(sequence_id)
         num_kept = -(-num_kept_tokens // self._block_size)
         if table is None or num_kept >= len(table.block_ids):
@@ -268,3 +281,27 @@ class KVCacheManager:
             first = len(chain) * size
             chain.append(next_key(parent, token_ids[first : first + size]))
         return chain
+
+
+def would_free(
+    kv: KVCacheManager, num_blocks: int, sequence_ids: List[SequenceId], spared_block_ids: List[int] = ()
+) -> bool:
+    """Whether at least so many blocks would be nobody's if these sequences gave up all that they hold.
+
+    A block that others hold, too, would not.
+
+    Args:
+        spared_block_ids: don't count.
+    """
+    tables = [kv.block_ids(sequence_id) for sequence_id in sequence_ids]
+    if sum(map(len, tables)) < num_blocks:
+        return False
+    spared, num_seen, num_freed = frozenset(spared_block_ids), Counter[int](), 0
+    for block_ids in tables:
+        for block_id in block_ids:
+            num_seen[block_id] += 1
+            is_nobodys = num_seen[block_id] == kv.num_holders(block_id)
+            num_freed += is_nobodys and block_id not in spared
+        if num_freed >= num_blocks:
+            return True
+    return False

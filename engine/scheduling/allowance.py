@@ -49,6 +49,10 @@ class StepAllowance:
         self.has_prefill = False
         self.was_tight = False
 
+    def lift(self) -> None:
+        """Allow all: there are no decodes."""
+        self.limit_s = self._left_s = math.inf
+
     def chunk_len(self, first_position: int, most: int, *, is_new: bool = False) -> int:
         """How many of `most` prompt tokens from `first_position` on the step may compute.
 

@@ -217,6 +217,8 @@ class LatencyBudget:
         uncached = sequence.num_new_tokens / len(sequence.token_ids)
         self._uncached_share += _SHARE_GAIN * (uncached - self._uncached_share)
         self._num_joined_in_time = 0 if sequence.is_late else self._num_joined_in_time + 1
+        # Should it wait again it goes by its arrival: it may have had its first token, and have readers.
+        sequence.is_late = False
 
     @property
     def is_turn_of_late(self) -> bool:
@@ -228,7 +230,8 @@ class LatencyBudget:
         target_s = self.targets_of(sequence).ttft_s
         if target_s is None or sequence.first_token_s is not None:
             return False
-        return now_s + self._prefill_s(len(sequence.token_ids)) > sequence.arrival_s + AIM * target_s
+        arrival_s = sequence.arrival_s + sequence.early_paused_s
+        return now_s + self._prefill_s(len(sequence.token_ids)) > arrival_s + AIM * target_s
 
     def note_end(self, sequence: Sequence) -> None:
         """Take in the figures of a sequence that has ended."""

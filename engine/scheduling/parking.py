@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.engine.errors import Overloaded
-from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.kv.manager import KVCacheManager, PrefixMatch, would_free
 from headrace.engine.scheduling.queue import SequenceQueue
 from headrace.engine.sequence import Request, Sequence, SequenceStatus
 
@@ -67,12 +67,6 @@ class Parking:
         """Whether anybody here holds blocks."""
         return bool(self._holding) or bool(self._waiting)
 
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks in the tables of those that hold any, shared ones once for each."""
-        holders = (*self._holding, *self._waiting)
-        return sum(len(self._kv.block_ids(each.sequence_id)) for each in holders)
-
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence that doesn't run has blocks."""
         return bool(self._kv.block_ids(sequence.sequence_id))
@@ -104,6 +98,17 @@ class Parking:
     def overdue(self, now_s: float) -> list[Sequence]:
         """Who has held blocks for long enough."""
         return [sequence for sequence, due_s in self._holding.items() if due_s <= now_s]
+
+    def can_give(
+        self, num_blocks: int, match: PrefixMatch, *, among_waiting: bool, but: Sequence | None = None
+    ) -> bool:
+        """Whether at least so many blocks can be had of all those whom `victim` may choose.
+
+        Args:
+            match: what is wanted as it is, whoever gives it up.
+        """
+        holders = [*self._holding, *(each for each in self._waiting if among_waiting and each is not but)]
+        return would_free(self._kv, num_blocks, [each.sequence_id for each in holders], match.block_ids)
 
     def victim(self, *, among_waiting: bool, but: Sequence | None = None) -> Sequence | None:
         """Who gives up its blocks first: of those that are paused the one of lowest rank, and with none left

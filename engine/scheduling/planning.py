@@ -62,6 +62,12 @@ class PlanInProgress:
         self.num_tokens_of[sequence] = 1
         self.num_tokens_left -= 1
 
+    def end_decodes(self) -> None:
+        """Whoever decodes has its token. If nobody does, for those that did have lost their places just now,
+        prompts need wait for nobody."""
+        if not self.num_tokens_of:
+            self.allowance.lift()
+
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence that many tokens."""
         if not sequence.is_decoding:

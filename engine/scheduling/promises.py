@@ -70,13 +70,13 @@ class ClassRecord:
         if first_s is None or last_s is None:
             return None
         self._num_sequences += 1
-        ttft_s = first_s - sequence.arrival_s
+        # For how long its own reader has held it up is no matter of the promise.
+        ttft_s = first_s - sequence.arrival_s - sequence.early_paused_s
         self._ttfts_s.append(ttft_s)
         self._num_over_ttft += targets.ttft_s is not None and ttft_s > targets.ttft_s
         num_gaps = sequence.num_output_tokens - 1
         if num_gaps <= 0:
             return None
-        # For how long its own reader has held it up is no matter of the promise.
         tpot_s = (last_s - first_s - sequence.paused_s) / num_gaps
         self._tpots_s.append(tpot_s)
         if targets.tpot_s is None:

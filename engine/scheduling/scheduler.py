@@ -101,7 +101,6 @@ class Scheduler:
             self._kv.withdraw(sequence.sequence_id)
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_batch(sequence)
-            self._batch.close()
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self.ledger.stop_waiting(client)
@@ -124,6 +123,7 @@ class Scheduler:
             self._kv.free(sequence.sequence_id, num_kept_tokens=sequence.num_computed_tokens)
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+            sequence.is_late = False  # When it goes on, it may not be.
             self.ledger.stop_waiting(sequence.request.client)
         else:
             return
@@ -135,9 +135,7 @@ class Scheduler:
         one that isn't paused."""
         if sequence.status is not SequenceStatus.PAUSED:
             return
-        since_s = self.parking.resume(sequence)
-        if sequence.first_token_s is not None:
-            sequence.paused_s += now_s - since_s
+        sequence.note_pause(now_s - self.parking.resume(sequence))
         sequence.transition(SequenceStatus.WAITING)
         self.waiting.add(sequence)
         self.ledger.come_back(sequence.request.client)
@@ -183,6 +181,7 @@ class Scheduler:
                 self._lookahead.reclaim(plan, self.running)
             is_awaited = bool(self.waiting) and bool(self._free_batch_slots)
             self._lookahead.add_drafts(plan, reading, has_waiting=bool(self.waiting), is_awaited=is_awaited)
+        plan.end_decodes()
         for sequence in reading:
             self._grow(sequence, plan)
         if plan.num_preempted == 0:
@@ -330,7 +329,7 @@ class Scheduler:
             reserved: blocks that are not for it.
         """
         among_waiting = not self.running or sequence.num_skips >= self._config.max_num_skips
-        has_asked = False
+        may_strip = False
         while True:
             match = self._match_prefix(sequence)
             needed = self._kv.num_missing_blocks(sequence.sequence_id, len(sequence.token_ids))
@@ -338,10 +337,11 @@ class Scheduler:
             missing -= self._kv.num_available_blocks - reserved
             if missing <= 0:
                 return match
-            if not has_asked and missing > self.parking.num_held_blocks:
-                return None
-            has_asked = True
-            parked = self.parking.victim(among_waiting=among_waiting, but=sequence)
+            # Nobody loses anything for one that would not fit even then.
+            may_strip = may_strip or self.parking.can_give(
+                missing, match, among_waiting=among_waiting, but=sequence
+            )
+            parked = self.parking.victim(among_waiting=among_waiting, but=sequence) if may_strip else None
             if parked is None:
                 return None
             self._strip(parked, plan)
@@ -388,6 +388,7 @@ class Scheduler:
     def _leave_batch(self, sequence: Sequence) -> None:
         """Its place is free; its blocks are not."""
         self.running.remove(sequence)
+        self._batch.close()
         if sequence.batch_slot is not None:
             heappush(self._free_batch_slots, sequence.batch_slot)
             sequence.batch_slot = None

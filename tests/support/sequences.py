@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from headrace.engine.config import BatchingPolicy, CacheLayout, SchedulerConfig
 from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.scheduling.budget import LatencyBudget
 from headrace.engine.scheduling.plan import RowResult, StepPlan
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Sequence, SequenceId
@@ -58,6 +59,8 @@ class SchedulerHarness:
         client_weights: Mapping[str, float] = MappingProxyType({}),
         static_batch_wait_s: float = 0.0,
         paused_hold_s: float = 1000.0,
+        prefix_caching: bool = False,
+        budget: LatencyBudget | None = None,
     ) -> None:
         self.kv = KVCacheManager(CacheLayout(num_blocks + 1, block_size))
         config = SchedulerConfig(
@@ -71,13 +74,19 @@ class SchedulerHarness:
             static_batch_wait_s=static_batch_wait_s,
             paused_hold_s=paused_hold_s,
         )
-        self.scheduler = Scheduler(config, self.kv, prefix_caching=False)
+        self.scheduler = Scheduler(config, self.kv, prefix_caching=prefix_caching, budget=budget)
         self.num_steps = 0
         self.num_preemptions = 0
         self.sequences: list[Sequence] = []
 
     def add(
-        self, *, prompt_len: int = 4, max_tokens: int = 8, priority: int = 0, client: str = ""
+        self,
+        *,
+        prompt_len: int = 4,
+        max_tokens: int = 8,
+        priority: int = 0,
+        client: str = "",
+        prompt: tuple[int, ...] | None = None,
     ) -> Sequence:
         """Queue a new sequence. It is as many seconds late as there have been steps."""
         sequence = make_sequence(
@@ -86,6 +95,7 @@ class SchedulerHarness:
             priority=priority,
             client=client,
             arrival_s=float(self.num_steps),
+            prompt=prompt,
         )
         self.scheduler.add(sequence)
         self.sequences.append(sequence)

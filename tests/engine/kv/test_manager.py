@@ -2,7 +2,7 @@ import pytest
 
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
-from headrace.engine.kv.manager import KVCacheManager
+from headrace.engine.kv.manager import KVCacheManager, would_free
 from headrace.engine.outputs import BlockCounts
 from headrace.engine.sequence import SequenceId
 
@@ -225,3 +225,26 @@ def test_a_block_that_holds_something_else_by_now_is_found_by_nobody_who_has_fou
     kv.allocate_slots(SequenceId(3), 4)
     kv.offer(SequenceId(3), [*other, 1], 4, "key")
     assert kv.match_prefix(B, text, "key").num_tokens == 0
+
+
+def test_nothing_is_kept_for_a_sequence_that_has_found_its_beginning_and_never_ran():
+    kv, text = make_manager(block_size=2), list(range(5))
+    kv.allocate_slots(A, 4)
+    kv.offer(A, text, 4, "key")
+    assert kv.match_prefix(B, text, "key").num_tokens == 4
+    assert kv.num_remembered > 0
+    for sequence_id in (A, B):
+        kv.free(sequence_id, is_over=True)
+    assert kv.num_remembered == 0
+
+
+def test_only_what_nobody_else_holds_would_be_free():
+    kv, text, both = make_manager(num_blocks=6, block_size=2), list(range(7)), [A, B]
+    kv.allocate_slots(A, 6)
+    kv.offer(A, text, 4, "key")
+    kv.adopt(B, kv.match_prefix(B, text, "key"))
+    kv.allocate_slots(B, 7)
+    assert [would_free(kv, n, [A]) for n in (1, 2)] == [True, False]
+    assert [would_free(kv, n, [B]) for n in (2, 3)] == [True, False]
+    assert [would_free(kv, n, both) for n in (5, 6)] == [True, False], "what both hold is free without both"
+    assert [would_free(kv, n, both, kv.block_ids(A)[:2]) for n in (3, 4)] == [True, False]

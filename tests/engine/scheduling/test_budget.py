@@ -193,14 +193,16 @@ def test_late_is_who_would_be_late_even_alone() -> None:
 
 
 def test_every_eighth_place_is_for_one_that_is_late() -> None:
-    budget, late = budget_of(ttft_s=1.0), make_sequence()
-    late.is_late = True
+    budget = budget_of(ttft_s=1.0)
     for _ in range(2):
+        late = make_sequence()
+        late.is_late = True
         for _ in range(7):
             assert not budget.is_turn_of_late
             budget.join(make_sequence(), now_s=0.0)
         assert budget.is_turn_of_late
         budget.join(late, now_s=0.0)
+        assert not late.is_late, "once it has joined nobody goes before it for that any more"
 
 
 def test_who_is_late_is_refused_only_where_that_is_wanted() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace.engine.config import BatchingPolicy
 from headrace.engine.sequence import SequenceStatus
 from tests.support.sequences import SchedulerHarness
 
@@ -96,6 +97,39 @@ def test_a_paused_sequence_is_not_stripped_for_one_that_would_not_fit_anyway() -
     assert running.num_output_tokens == 2
 
 
+def test_blocks_that_others_hold_too_are_nobodys_to_give_up() -> None:
+    harness = make_harness(num_blocks=8, block_size=4, max_num_batched_tokens=64, prefix_caching=True)
+    running = harness.add(prompt=tuple(range(9)), max_tokens=9)
+    harness.step()
+    paused = harness.add(prompt=tuple(range(9)), max_tokens=9)
+    harness.step()
+    shared = harness.kv.block_ids(running.sequence_id)[:2]
+    assert harness.kv.block_ids(paused.sequence_id)[:2] == shared
+    harness.scheduler.pause(paused, 0.0)
+    large = harness.add(prompt_len=20, max_tokens=4)
+    harness.step()
+    # Four are free, of which the running one needs one soon, and the paused one has but one of its own.
+    assert (large.status, paused.num_preemptions) == (SequenceStatus.WAITING, 0)
+    smaller = harness.add(prompt_len=16, max_tokens=4)
+    harness.step()
+    assert (smaller.status, paused.num_preemptions) == (SequenceStatus.RUNNING, 1)
+
+
+def test_blocks_of_one_that_waits_again_are_not_counted_where_it_keeps_them() -> None:
+    harness = make_harness(num_blocks=9, block_size=4, max_num_batched_tokens=64)
+    running = harness.add(prompt_len=9, max_tokens=9)
+    paused, again = harness.add(prompt_len=2, max_tokens=2), harness.add(prompt_len=10, max_tokens=9)
+    harness.step()
+    harness.scheduler.pause(paused, 0.0)
+    harness.scheduler.pause(again, 0.0)
+    harness.scheduler.resume(again, 0.0)
+    large = harness.add(prompt_len=16, max_tokens=4, priority=50)
+    harness.step()
+    assert (large.status, running.num_preemptions) == (SequenceStatus.WAITING, 0)
+    assert (again.status, again.num_preemptions) == (SequenceStatus.RUNNING, 0)
+    assert paused.num_preemptions == 0
+
+
 def test_one_that_may_be_passed_no_more_gets_the_blocks_of_those_that_wait_again() -> None:
     harness = make_harness(num_blocks=4, block_size=4, max_num_seqs=1, max_num_skips=0)
     early, large = harness.add(prompt_len=8, max_tokens=2), harness.add(prompt_len=12, max_tokens=2)
@@ -155,3 +189,44 @@ def test_how_long_a_reader_held_it_up_is_no_matter_of_a_promised_pace() -> None:
     harness.scheduler.pause(sequence, 2.0)
     harness.scheduler.resume(sequence, 7.5)
     assert sequence.paused_s == 5.5
+
+
+def test_who_was_late_before_a_pause_need_not_be_after_it() -> None:
+    harness = make_harness()
+    waiting = harness.scheduler.waiting
+    late = harness.add()
+    waiting.put_off(late)
+    harness.scheduler.pause(late, 0.0)
+    harness.scheduler.resume(late, 1.0)
+    assert waiting.num_in_time == len(waiting) == 1
+    assert list(waiting.in_order(1.0)) == [late]
+
+
+@pytest.mark.parametrize("how", ["paused", "preempted"])
+def test_who_has_begun_waits_by_its_arrival_whatever_it_was_before(how: str) -> None:
+    harness = make_harness(num_blocks=4, block_size=4)
+    first, late = harness.add(prompt_len=3, max_tokens=10), harness.add(prompt_len=3, max_tokens=10)
+    harness.scheduler.waiting.put_off(late)
+    harness.step()
+    if how == "preempted":
+        while late.num_preemptions == 0:
+            harness.step()
+    else:
+        harness.scheduler.pause(late, 0.0)
+        harness.scheduler.resume(late, 0.0)
+    assert first.num_preemptions == 0
+    assert harness.scheduler.waiting.num_in_time == 1
+
+
+def test_nobody_takes_the_place_in_a_static_batch_that_is_another_ones() -> None:
+    harness = make_harness(max_num_seqs=3, max_num_batched_tokens=4, batching=BatchingPolicy.STATIC)
+    first, second, third = (harness.add(prompt_len=2, max_tokens=4) for _ in range(3))
+    harness.step()
+    assert third.status is SequenceStatus.WAITING, "it has a place, but there were no tokens left"
+    harness.scheduler.pause(first, 0.0)
+    harness.scheduler.resume(first, 0.0)
+    while not second.is_finished:
+        harness.step()
+        assert first.status is SequenceStatus.WAITING, "its place was given once"
+    harness.step()
+    assert [first.status, third.status] == [SequenceStatus.RUNNING] * 2

@@ -44,6 +44,19 @@ def test_without_targets_latencies_are_told_and_nothing_is_over() -> None:
     assert (told.attained_tpot_p95_s, told.attained_ttft_p95_s) == (4.0, 5.0)
 
 
+def test_for_how_long_readers_held_it_up_is_no_matter_of_either_target() -> None:
+    record, sequence = ClassRecord(), ended(31.0, 131.5, 131.6)
+    sequence.first_token_s = None
+    sequence.note_pause(30.5)
+    sequence.first_token_s = 31.0
+    sequence.note_pause(100.0)
+    assert record.note(sequence, LatencyTargets(tpot_s=0.4, ttft_s=1.0)) is False
+    told = record.told(None, LatencyTargets(), is_attainable=True)
+    assert (told.num_over_tpot, told.num_over_ttft) == (0, 0)
+    assert told.attained_ttft_p95_s == 0.5
+    assert told.attained_tpot_p95_s == pytest.approx(0.3)
+
+
 def test_a_sequence_without_a_token_says_nothing() -> None:
     record = ClassRecord()
     record.note(ended(), LatencyTargets(tpot_s=0.1))
