@@ -163,7 +163,7 @@ async def encode(parsed: Parsed) -> Encoded:
 async def _encoded(parsed: Parsed) -> Encoded:
     served, start = parsed.served, parsed.start
     tokenizer = served.engine.tokenizer
-    prompt = await served.texts.encode_prompt(tokenizer, start.prompt)
+    prompt = await served.texts.encode_prompt(tokenizer, start.prompt, served.max_prompt_tokens)
     bad_words = await served.texts.encode_bad_words(tokenizer, start.bad_words)
     constraint = None
     if start.constraint is not None:

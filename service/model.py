@@ -73,7 +73,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         """The prompt that generation would make of a conversation."""
         served = self._served(request.model)
         _refuse(*chat_violations(request.chat, served.limits))
-        text, ids = await served.texts.render(served.engine.tokenizer, chat_from_proto(request.chat))
+        chat, most_tokens = chat_from_proto(request.chat), served.max_prompt_tokens
+        text, ids = await served.texts.render(served.engine.tokenizer, chat, most_tokens)
         return model_pb2.ApplyChatTemplateResponse(text=text, token_ids=ids)
 
     async def Score(self, request: model_pb2.ScoreRequest, context: Context) -> model_pb2.ScoreResponse:

@@ -53,7 +53,8 @@ async def _token_ids(served: ServedModel, request: model_pb2.ScoreRequest) -> tu
     if violations:
         raise InvalidRequest(*violations)
     prompt = request.text if target == "text" else tuple(request.token_ids.ids)
-    token_ids = await served.texts.encode_prompt(served.engine.tokenizer, prompt)
+    most_tokens = served.max_prompt_tokens
+    token_ids = await served.texts.encode_prompt(served.engine.tokenizer, prompt, most_tokens)
     if len(token_ids) < 2:
         raise InvalidRequest.of(
             target, f"must be at least 2 tokens, got {len(token_ids)}: the first one is never scored"

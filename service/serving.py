@@ -35,6 +35,11 @@ class ServedModel:
         """For how long it has answered, seconds."""
         return time.monotonic() - self.opened_s
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Most tokens that a prompt may have."""
+        return min(self.engine.info.max_model_len, self.engine.layout.num_tokens)
+
     def require(self, name: str) -> None:
         """Check the model that a request names.
 

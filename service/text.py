@@ -10,6 +10,7 @@ from typing import TypeVar
 from headrace.engine import Chat, InvalidRequest, LibraryPanic, Overloaded, Tokenizer
 from headrace.service.convert import Prompt
 from headrace.service.limits import Limits
+from headrace.service.long_prompts import refuse_hopeless
 from headrace.service.violations import num_bytes
 
 T = TypeVar("T")
@@ -56,17 +57,25 @@ class TextWorkers:
             self._num_pending -= 1
             self._pending_size -= size
 
-    async def encode_prompt(self, tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+    async def encode_prompt(self, tokenizer: Tokenizer, prompt: Prompt, most_tokens: int) -> tuple[int, ...]:
         """Token ids of a prompt of any kind.
 
+        Args:
+            most_tokens: that a prompt may have; who has far more is refused early.
+
         Raises:
-            Overloaded, NoChatTemplate, InvalidRequest: see `run` and `Tokenizer`.
+            Overloaded, NoChatTemplate, InvalidRequest: see `run`, `Tokenizer` and `refuse_hopeless`.
         """
         match prompt:
             case str():
-                return await self.run(len(prompt), lambda: tuple(tokenizer.encode(prompt)))
+
+                def work() -> tuple[int, ...]:
+                    refuse_hopeless(prompt, most_tokens, tokenizer)
+                    return tuple(tokenizer.encode(prompt))
+
+                return await self.run(len(prompt), work)
             case Chat():
-                return (await self.render(tokenizer, prompt))[1]
+                return (await self.render(tokenizer, prompt, most_tokens))[1]
             case _:
                 return prompt
 
@@ -88,11 +97,15 @@ class TextWorkers:
 
         return await self.run(sum(map(len, texts)), work)
 
-    async def render(self, tokenizer: Tokenizer, chat: Chat) -> tuple[str, tuple[int, ...]]:
+    async def render(self, tokenizer: Tokenizer, chat: Chat, most_tokens: int) -> tuple[str, tuple[int, ...]]:
         """The text of a conversation and its token ids.
 
+        Args:
+            most_tokens: that a prompt may have; who has far more is refused early.
+
         Raises:
-            Overloaded, NoChatTemplate, InvalidRequest: see `run` and `Tokenizer`; or the text is too long.
+            Overloaded, NoChatTemplate, InvalidRequest: see `run`, `Tokenizer` and `refuse_hopeless`; or the
+                text is too long.
         """
         most = self._limits.max_rendered_bytes
 
@@ -105,6 +118,7 @@ class TextWorkers:
                     f"the model's chat template makes {size} bytes of it, at most {most} are taken: send "
                     "less, tools and template variables included",
                 )
+            refuse_hopeless(text, most_tokens, tokenizer)
             return text, tuple(tokenizer.encode_chat(text))
 
         return await self.run(_size_of_chat(chat), work)

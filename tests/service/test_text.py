@@ -26,14 +26,14 @@ async def test_work_is_done_in_another_thread(workers: TextWorkers) -> None:
 async def test_prompts_of_every_kind_become_ids(workers: TextWorkers) -> None:
     tokenizer = FakeTokenizer()
     chat = Chat((ChatMessage("user", "hi"),))
-    assert await workers.encode_prompt(tokenizer, "hi") == (BOS, *b"hi")
-    assert await workers.encode_prompt(tokenizer, (1, 2)) == (1, 2)
-    assert await workers.encode_prompt(tokenizer, chat) == tuple(b"user: hi\nassistant: ")
+    assert await workers.encode_prompt(tokenizer, "hi", 100) == (BOS, *b"hi")
+    assert await workers.encode_prompt(tokenizer, (1, 2), 100) == (1, 2)
+    assert await workers.encode_prompt(tokenizer, chat, 100) == tuple(b"user: hi\nassistant: ")
 
 
 async def test_a_tokenizers_complaint_reaches_the_caller(workers: TextWorkers) -> None:
     with pytest.raises(NoChatTemplate):
-        await workers.render(FakeTokenizer(has_chat_template=False), Chat((ChatMessage("user", "hi"),)))
+        await workers.render(FakeTokenizer(has_chat_template=False), Chat((ChatMessage("user", "hi"),)), 100)
 
 
 @pytest.mark.parametrize(("sizes", "last"), [((1, 1), 1), ((60,), 60)])
@@ -77,7 +77,7 @@ async def test_all_of_a_conversation_counts_for_the_bound_of_what_waits(
     workers: TextWorkers, chat: Chat
 ) -> None:
     with pytest.raises(Overloaded):
-        await workers.render(FakeTokenizer(), chat)
+        await workers.render(FakeTokenizer(), chat, 1_000_000)
 
 
 async def test_a_conversation_that_becomes_too_long_a_text_is_refused() -> None:
@@ -88,11 +88,11 @@ async def test_a_conversation_that_becomes_too_long_a_text_is_refused() -> None:
         workers = TextWorkers(1, limits)
         try:
             if is_taken:
-                assert (await workers.render(FakeTokenizer(), chat))[1]
+                assert (await workers.render(FakeTokenizer(), chat, 1_000_000))[1]
                 continue
             with pytest.raises(
                 InvalidRequest, match=f"makes {size} bytes of it, at most {limits.max_rendered_bytes}"
             ):
-                await workers.render(FakeTokenizer(), chat)
+                await workers.render(FakeTokenizer(), chat, 1_000_000)
         finally:
             workers.close()
