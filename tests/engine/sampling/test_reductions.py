@@ -9,11 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.native.kit import native_kit
+from headrace.engine.sampling import reductions
 from headrace.engine.sampling.reductions import RUN, at_least, highest, numbered, totals
 
+KITS = [pytest.param(True, id="compiled"), pytest.param(False, id="torch")]
 WIDTHS = [1, 2, 17, RUN - 1, RUN, RUN + 1, 3 * RUN, 1021]
 
 
+@pytest.fixture(params=KITS)
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled kernels, where they are built, and without."""
+    if not request.param:
+        monkeypatch.setattr(reductions, "native_kit", lambda: None)
+    elif native_kit() is None:
+        pytest.skip("the kernels are not built")
+
+
+@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_highest_is_the_lowest_id_that_has_it(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
@@ -26,6 +39,7 @@ def test_the_highest_is_the_lowest_id_that_has_it(width: int) -> None:
         assert token_id == row.index(value)
 
 
+@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("logit", [-5.0, -math.inf])
 def test_what_fills_up_the_last_run_is_never_the_highest(width: int, logit: float) -> None:
@@ -35,6 +49,7 @@ def test_what_fills_up_the_last_run_is_never_the_highest(width: int, logit: floa
     assert token_ids.tolist() == [0, 0]
 
 
+@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("place", [0, RUN - 1, RUN, 600])
 def test_one_nan_shows(place: int) -> None:
     logits = torch.zeros(3, 601)
