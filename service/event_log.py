@@ -47,13 +47,8 @@ class EventLog:
         Raises:
             RpcFailure: INVALID_ARGUMENT, no such event has been sent.
         """
-        num_sent = self._first + len(self._events)
-        if sequence >= num_sent:
-            raise invalid_action(
-                FieldViolation(
-                    "acknowledge.sequence", f"is of no event that was sent: there are {num_sent}, from 0 on"
-                )
-            )
+        if sequence >= self._num_sent:
+            raise invalid_action(FieldViolation("acknowledge.sequence", self._never_sent()))
         while self._first <= sequence:
             self._num_bytes -= _MESSAGE_BYTES + self._events.popleft().ByteSize()
             self._first += 1
@@ -64,12 +59,19 @@ class EventLog:
         Raises:
             RpcFailure: INVALID_ARGUMENT, it has been acknowledged, or no such event has been sent.
         """
-        first, num_sent = 0 if sequence is None else sequence + 1, self._first + len(self._events)
-        if not self._first <= first <= num_sent:
+        first = 0 if sequence is None else sequence + 1
+        if not self._first <= first <= self._num_sent:
             problem = (
                 f"events up to {self._first - 1} were acknowledged, and are forgotten"
                 if first < self._first
-                else f"is of no event that was sent: there are {num_sent}, from 0 on"
+                else self._never_sent()
             )
             raise invalid_action(FieldViolation("resume.last_sequence", problem))
         return list(self._events)[first - self._first :]
+
+    @property
+    def _num_sent(self) -> int:
+        return self._first + len(self._events)
+
+    def _never_sent(self) -> str:
+        return f"is of no event that was sent: there are {self._num_sent}, from 0 on"

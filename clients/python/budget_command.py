@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.clients import cli_access as access
-from headrace.clients.cli_options import DEFAULT_CONTROL_TARGET, OperatorTarget
+from headrace.clients.cli_options import OperatorTarget
 from headrace.clients.cli_outcome import USAGE, fail, run
 from headrace.clients.cli_times import latency_in
+from headrace.clients.targets import DEFAULT_CONTROL_TARGET
 
 if TYPE_CHECKING:
     from headrace.clients.latency import LatencyClass, LatencyStatus

@@ -22,6 +22,7 @@ from headrace.clients.cli_outcome import (
     require_server,
     run,
 )
+from headrace.clients.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from headrace.clients.prompts import RequestOptions
@@ -35,8 +36,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def _print_version(is_wanted: bool) -> None:

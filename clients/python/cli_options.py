@@ -14,8 +14,6 @@ OUTPUT = "Output"
 FORM = "Form of the answer"
 PACE = "Order and speed"
 
-DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
-
 Target = Annotated[
     str,
     typer.Option(
@@ -290,13 +288,10 @@ _FLAGS = {
     "constraint.choice.options": "--choice",
     "constraint.choice": "--choice",
     "speculation.enabled": "--speculation",
-    "text": "PROMPT",
-    "token_ids": "PROMPT",
-    "prompt": "PROMPT",
-    "chat.messages": "PROMPT",
-    "chat": "PROMPT",
 }
 """Flags that are not called like the protocol's field; `--top-p` is, of ``sampling.top_p``."""
+_ARGUMENT = {"text", "token_ids", "prompt", "chat.messages", "chat"}
+"""Fields that hold what a command's argument says."""
 _ALIKE = (
     "sampling.(temperature|top_k|top_p|min_p|typical_p|seed|logit_bias|best_of)",
     "sampling.(frequency_penalty|presence_penalty|repetition_penalty)",
@@ -313,11 +308,17 @@ _FIELD = re.compile(
 _ALIKE_FIELD = re.compile("|".join(pattern.replace(".", r"\.") for pattern in _ALIKE))
 
 
-def with_flags(message: str) -> str:
-    """What a server says of a request's fields, in the words of the command line."""
+def with_flags(message: str, argument: str = "PROMPT") -> str:
+    """What a server says of a request's fields, in the words of the command line.
+
+    Args:
+        argument: what the command calls its argument.
+    """
 
     def flag(found: re.Match[str]) -> str:
         field = (found["path"] or found["name"]).removesuffix(".ids")
+        if field in _ARGUMENT:
+            return argument
         if field in _FLAGS:
             return _FLAGS[field]
         if _ALIKE_FIELD.fullmatch(field):

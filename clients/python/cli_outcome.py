@@ -23,14 +23,20 @@ USAGE = 2
 INTERRUPTED = 130
 
 
-def run(work: Coroutine[object, object, Result], *, status_of_ctrl_c: int = INTERRUPTED) -> Result:
-    """Do a command's work; a `HeadraceError` or Ctrl-C ends the command."""
+def run(
+    work: Coroutine[object, object, Result], *, status_of_ctrl_c: int = INTERRUPTED, argument: str = "PROMPT"
+) -> Result:
+    """Do a command's work; a `HeadraceError` or Ctrl-C ends the command.
+
+    Args:
+        argument: what the command calls its argument.
+    """
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415
 
     try:
         return asyncio.run(interruptible(work))
     except HeadraceError as error:
-        fail_with(error)
+        fail_with(error, argument)
     except Interrupted:
         end_interrupted(status_of_ctrl_c)
 
@@ -59,7 +65,7 @@ def require_server(command: str) -> None:
         fail(str(error), USAGE)
 
 
-def fail_with(error: HeadraceError) -> NoReturn:
+def fail_with(error: HeadraceError, argument: str = "PROMPT") -> NoReturn:
     from headrace.clients import errors  # noqa: PLC0415
 
     message = error.message
@@ -73,7 +79,7 @@ def fail_with(error: HeadraceError) -> NoReturn:
             "--control-port`, all other commands that of --port"
         )
     elif isinstance(error, errors.InvalidArgument):
-        message = with_flags(message)
+        message = with_flags(message, argument)
     fail(message, USAGE if isinstance(error, errors.InvalidArgument) else FAILED)
 
 

@@ -11,11 +11,10 @@ import typer
 from headrace.clients import cli_access as access
 from headrace.clients import cli_options as opt
 from headrace.clients.cli_outcome import USAGE, fail, run
+from headrace.clients.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from headrace.clients.events import Tokenization
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
@@ -84,5 +83,5 @@ def detokenize(
         async with InferenceClient(target, connection=access.connection()) as client:
             return await client.detokenize(ids, model=model or "", skip_special_tokens=not special_tokens)
 
-    text = run(ask())
+    text = run(ask(), argument="ID")
     typer.echo(json.dumps({"text": text}, ensure_ascii=False) if as_json else text)

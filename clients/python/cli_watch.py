@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.clients import cli_access as access
-from headrace.clients.cli_options import DEFAULT_CONTROL_TARGET, OperatorTarget
+from headrace.clients.cli_options import OperatorTarget
 from headrace.clients.cli_outcome import FAILED, USAGE, fail, require_server, run
+from headrace.clients.targets import DEFAULT_CONTROL_TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,11 +26,10 @@ from headrace.clients.prompts import (
 )
 from headrace.clients.retry import Attempts, RetryPolicy, call_with_retries
 from headrace.clients.session import Session, SessionCall
+from headrace.clients.targets import DEFAULT_TARGET
 from headrace.v1 import generation_pb2, model_pb2
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_pb2_grpc import ModelServiceStub
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 class InferenceClient:

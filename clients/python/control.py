@@ -17,14 +17,13 @@ from headrace.clients.errors import error_from_rpc
 from headrace.clients.events import Load, StepReport
 from headrace.clients.latency import LatencyStatus, budget_to_proto, latency_from_proto
 from headrace.clients.retry import Attempts, RetryPolicy, call_with_retries
+from headrace.clients.targets import DEFAULT_CONTROL_TARGET
 from headrace.v1 import control_pb2
 from headrace.v1.control_pb2_grpc import ControlServiceStub
 
 WatchCall: TypeAlias = (
     "grpc.aio.UnaryStreamCall[control_pb2.WatchStepsRequest, control_pb2.WatchStepsResponse]"
 )
-
-DEFAULT_CONTROL_TARGET = "127.0.0.1:50052"
 
 
 class ControlClient:

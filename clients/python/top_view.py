@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from headrace.clients.events import KvBlocks
+from headrace.clients.events import KvBlocks, Load
 from headrace.clients.latency import LatencyClass
 from headrace.clients.step_log import Work, short_label
 from headrace.clients.top import Lane, Snapshot
@@ -144,7 +144,7 @@ def plain_line(snapshot: Snapshot) -> str:
     load = snapshot.load
     line = (
         f"up {_span(load.uptime_s)}  {load.num_running}/{load.max_num_seqs} running, "
-        f"{load.num_waiting} waiting, {snapshot.prefill_tokens_per_s:.1f} prefill + "
+        f"{load.num_waiting} waiting, {_resting(load, ', ')}{snapshot.prefill_tokens_per_s:.1f} prefill + "
         f"{snapshot.output_tokens_per_s:.1f} output tokens/s, {_kv(snapshot.blocks)}, "
         f"{snapshot.num_preemptions} preemptions"
     )
@@ -171,6 +171,7 @@ def render(snapshot: Snapshot, target: str, width: int, max_lanes: int) -> Rende
         head,
         Text(
             f"{load.num_running} running of {load.max_num_seqs}   {load.num_waiting} waiting   "
+            f"{_resting(load, '   ')}"
             f"{snapshot.num_preemptions} preemptions ({snapshot.num_recent_preemptions} lately)   "
             f"{snapshot.steps_per_s:.1f} steps/s",
             no_wrap=True,
@@ -184,6 +185,12 @@ def render(snapshot: Snapshot, target: str, width: int, max_lanes: int) -> Rende
     if snapshot.num_missed:
         lines.append(Text(f"{snapshot.num_missed} steps were not seen: this watcher is too slow for them"))
     return Group(*lines, Text(""), _lanes(snapshot.lanes, width, max_lanes))
+
+
+def _resting(load: Load, behind: str) -> str:
+    """Whatever neither runs nor waits, if there is any, each with `behind` behind it."""
+    counts = ((load.num_paused, "paused"), (load.num_detached, "detached"))
+    return "".join(f"{count} {what}{behind}" for count, what in counts if count)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -6,6 +6,7 @@ import json
 
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import run_headrace
+from tests.support.service import running_service
 
 
 async def test_a_text_becomes_ids_and_ids_a_text() -> None:
@@ -31,3 +32,10 @@ async def test_what_is_no_id_is_refused() -> None:
     assert word.err == "headrace: 'mill' is no token id: use numbers such as 504 2365\n"
     assert "'-1' is no token id" in negative.err
     assert "must be token ids: Value out of range: 99999999999" in large.err
+
+
+async def test_an_id_that_the_model_does_not_have_is_called_an_id() -> None:
+    async with running_service() as service:
+        foreign = await run_headrace("detokenize", "104", "70000", "-t", service.address)
+    assert foreign.status == 2
+    assert foreign.err.startswith("headrace: ID: must be from 0 to ")

@@ -12,7 +12,7 @@ from headrace.clients.events import KvBlocks, Load, StepTotals
 from headrace.clients.latency import LatencyClass, LatencyStatus
 from headrace.clients.step_log import Work
 from headrace.clients.top import Lane, PartTime, Snapshot
-from headrace.clients.top_view import JsonTop, LiveTop, PlainTop, WholeTop, sparkline
+from headrace.clients.top_view import JsonTop, LiveTop, PlainTop, WholeTop, plain_line, sparkline
 
 LOAD = Load(2, 3, 4, KvBlocks(200, 140, 10, 50), StepTotals(), "continuous", "tiny", 93_784.0)
 LANES = (
@@ -128,6 +128,15 @@ def test_what_is_promised_is_told_with_how_it_is_kept() -> None:
     assert "promised  TPOT 30.0 ms (p95 28.0 ms, 1 of 9 over)" in text
     assert "promised  priority 5: TTFT 500.0 ms (0 of 0 over)  can't be kept here" in text
     assert "promised  priority 7: nothing" in text
+
+
+def test_what_neither_runs_nor_waits_is_told_where_there_is_any() -> None:
+    resting = replace(make_snapshot(), load=replace(LOAD, num_paused=3, num_detached=2))
+    assert "3 waiting   3 paused   2 detached   " in shown(WholeTop, resting)
+    assert "3 waiting, 3 paused, 2 detached, 102.4 prefill" in plain_line(resting)
+    for view in (shown(WholeTop, make_snapshot()), plain_line(make_snapshot())):
+        assert "paused" not in view
+        assert "detached" not in view
 
 
 def test_missed_steps_are_told() -> None:

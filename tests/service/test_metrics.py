@@ -260,6 +260,12 @@ def test_every_metric_on_the_dashboard_exists() -> None:
     offered = asyncio.run(_offered())
     assert used - offered == set()
     assert len(used) > 20
+    # What a person looks for who wonders where requests are that neither run nor wait.
+    assert {
+        "headrace_num_requests_paused",
+        "headrace_num_requests_detached",
+        "headrace_slow_readers_total",
+    } <= used
 
 
 async def _offered() -> set[str]:
