@@ -150,11 +150,11 @@ def check_garbage_in_unused_slots(device: torch.device) -> str:
 
 def check_graphs_replay(device: torch.device) -> str:
     """Captured decode steps give the hidden states of plain ones, at every padding, step after step."""
-    with _decoder(device, torch.bfloat16) as decoder:
+    with decoder_on(device, torch.bfloat16) as decoder:
         worst, num_steps = 0.0, 0
         for name, build in paged_backends(device).items():
             layout = CacheLayout(40, BLOCK)
-            placement = _placement(decoder)
+            placement = placement_of(decoder)
             storage = KVStorage(layout, placement.shape, device)
             attention = build(storage)
             storage.key.normal_()
@@ -204,11 +204,11 @@ def check_greedy(device: torch.device) -> str:
 
 def check_nothing_leaks(device: torch.device) -> str:
     """After a first round, more rounds leave neither tensors nor memory behind."""
-    with _decoder(device, torch.bfloat16) as decoder:
+    with decoder_on(device, torch.bfloat16) as decoder:
         sampling = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=3, num_logprobs=2)] * 3
         sequences = make_sequences(PROMPTS, NUM_NEW, BLOCK, sampling)
         layout = CacheLayout(num_blocks_for(sequences), BLOCK)
-        placement = _placement(decoder)
+        placement = placement_of(decoder)
         attention = ReferenceBackend(KVStorage(layout, placement.shape, device))
         runner = ModelRunner(decoder, attention, layout)
         counts = []
@@ -307,7 +307,8 @@ def _plain_hidden(
 
 
 @contextmanager
-def _decoder(device: torch.device, dtype: torch.dtype) -> Iterator[Decoder]:
+def decoder_on(device: torch.device, dtype: torch.dtype) -> Iterator[Decoder]:
+    """A tiny model."""
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_family(Path(folder), "llama", head_dim=64, max_position_embeddings=1024)
         name = str(dtype).removeprefix("torch.")
@@ -323,7 +324,8 @@ def _refusal(config: EngineConfig) -> str:
     return ""
 
 
-def _placement(decoder: Decoder) -> Placement:
+def placement_of(decoder: Decoder) -> Placement:
+    """Where it is."""
     config = EngineConfig(ModelConfig(Path(), attention_backend="reference"), CacheConfig(BLOCK))
     return Placement(config, decoder, 900)
 

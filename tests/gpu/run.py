@@ -46,7 +46,9 @@ def main() -> None:
     from headrace.engine.attention import flash, torch_varlen  # noqa: PLC0415  after the stand-in
     from tests.benchmarks import gpu as benchmark  # noqa: PLC0415
     from tests.gpu.checks import CHECKS  # noqa: PLC0415
+    from tests.gpu.sampling_checks import SAMPLING_CHECKS  # noqa: PLC0415
 
+    checks = {**CHECKS, **SAMPLING_CHECKS}
     device = torch.device(options.device)
     versions = (f"Python {platform.python_version()}", f"torch {torch.__version__}")
     print(*versions, f"transformers {transformers.__version__}", sep=", ")
@@ -56,7 +58,7 @@ def main() -> None:
     for name, missing in (("flash", flash.missing()), ("torch_varlen", torch_varlen.missing())):
         print(f"attention backend {name}: {missing or 'there'}")
     failed = []
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         started_s = time.monotonic()
         try:
             outcome = check(device)
@@ -68,9 +70,9 @@ def main() -> None:
     if not options.no_benchmark:
         benchmark.run(benchmark.Options.quick(options.device))
     if failed:
-        print(f"{len(failed)} of {len(CHECKS)} checks failed: {', '.join(failed)}")
+        print(f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
         raise SystemExit(1)
-    print(f"all {len(CHECKS)} checks hold")
+    print(f"all {len(checks)} checks hold")
 
 
 if __name__ == "__main__":

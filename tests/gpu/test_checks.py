@@ -9,9 +9,12 @@ import torch
 
 from tests.benchmarks import gpu as benchmark
 from tests.gpu.checks import CHECKS
+from tests.gpu.sampling_checks import SAMPLING_CHECKS
+
+ALL = {**CHECKS, **SAMPLING_CHECKS}
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+@pytest.mark.parametrize("check", ALL.values(), ids=ALL.keys())
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_holds(check: Callable[[torch.device], str], device: str) -> None:
     assert check(torch.device(device))

@@ -69,22 +69,25 @@ class Watch(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        indices = [i for arg in args if isinstance(arg, list | tuple) for i in arg if isinstance(i, Tensor)]
-        is_far = any(tensor.device == FAR for tensor in (*tensors, *indices))
-        if is_far and name in _LOOKS:
-            self.waits.append(name)
-        if is_far and name == "repeat_interleave" and given.get("output_size") is None:
-            self.waits.append("repeat_interleave without its size")
-        if "index" in name and any(i.dtype is torch.bool for i in indices):
-            self.waits.append(f"{name} by a mask")
+        parameters = [parameter.name for parameter in func._schema.arguments]  # noqa: SLF001
+        given = dict(zip(parameters, args, strict=False)) | dict(kwargs or {})
+        tensors = [value for value in given.values() if isinstance(value, Tensor)]
+        indices = [i for value in given.values() if isinstance(value, list) for i in value]
+        indices = [i for i in indices if isinstance(i, Tensor)]
+        if any(tensor.device == FAR for tensor in (*tensors, *indices)):
+            if name in _LOOKS:
+                self.waits.append(name)
+            if name == "repeat_interleave" and given.get("output_size") is None:
+                self.waits.append("repeat_interleave without its size")
+            if "index" in name and any(i.dtype is torch.bool for i in indices):
+                self.waits.append(f"{name} by a mask")
         self._note_copy(name, tensors, given)
-        return func(*args, **given)
+        return func(*args, **dict(kwargs or {}))
 
     def _note_copy(self, name: str, tensors: Sequence[Tensor], given: Mapping[str, Any]) -> None:
-        if name not in {"_to_copy", "copy_"}:
+        # In inference mode torch shows `to` itself, elsewhere what it is made of.
+        if name not in {"to", "_to_copy", "copy_"}:
             return
         source, target = tensors[-1].device, tensors[0].device if name == "copy_" else given.get("device")
         if target is not None and source != target and not given.get("non_blocking", False):

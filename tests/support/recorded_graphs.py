@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-_LOOKS = {"_local_scalar_dense", "nonzero", "equal", "bincount", "masked_select"}
+_LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "bincount", "masked_select"}
 
 
 class Recording(TorchDispatchMode):
