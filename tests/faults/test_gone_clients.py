@@ -13,6 +13,7 @@ import pytest
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest, SessionRequest, StartGeneration
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.support.aftermath import until_idle
+from tests.support.breakable_link import breakable_link
 from tests.support.fake_runner import FakeTokenizer, expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
@@ -28,6 +29,7 @@ from tests.support.service import (
     until,
 )
 
+ENDINGS = {"cut": grpc.StatusCode.UNAVAILABLE, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED}
 LONG_PROMPT = tuple(i % 90 + 1 for i in range(100))
 
 
@@ -58,7 +60,7 @@ async def until_begun(service: RunningService, gate: Gate, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["queued", "prefill", "decode"])
-@pytest.mark.parametrize("way", ["cancel", "close", "deadline"])
+@pytest.mark.parametrize("way", ["cancel", "close", "cut", "deadline"])
 @pytest.mark.parametrize("kind", ["Generate", "GenerateOnce", "Session"])
 async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, moment: str) -> None:
     gate = Gate()
@@ -75,9 +77,12 @@ async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, mom
             gate.num_steps = 0
         prompt = PROMPT if moment == "decode" else LONG_PROMPT
         start = make_start(prompt=prompt, max_tokens=10_000)
-        async with grpc.aio.insecure_channel(
-            service.address, options=[("grpc.use_local_subchannel_pool", 1)]
-        ) as channel:
+        async with (
+            breakable_link(service.address) as link,
+            grpc.aio.insecure_channel(
+                link.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as channel,
+        ):
             call = call_of(GenerationServiceStub(channel), kind, start, 0.3 if way == "deadline" else None)
             if way != "deadline":
                 # A deadline comes when it comes, in the step that is held.
@@ -87,12 +92,12 @@ async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, mom
                     call.cancel()
                 case "close":
                     await channel.close()
+                case "cut":
+                    # As when its process is killed: the connection ends, and no word of its calls.
+                    link.cut()
             with contextlib.suppress(asyncio.CancelledError):
                 code = await call.code()
-                expected = (
-                    grpc.StatusCode.DEADLINE_EXCEEDED if way == "deadline" else grpc.StatusCode.CANCELLED
-                )
-                assert code is expected
+                assert code is ENDINGS.get(way, grpc.StatusCode.CANCELLED)
         gate.open()
         assert await neighbour == expected_output(PROMPT, 30)
         await until_idle(service.control)
