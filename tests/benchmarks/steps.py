@@ -123,8 +123,12 @@ class Bench:
                 TimedModel(decoder, self._clock), TimedBackend(backend, self._clock), layout
             )
 
-    def measure(self, name: str, plan: StepPlan, seconds: float) -> None:
-        """Run `plan` again and again, and print a line."""
+    def measure(self, name: str, plan: StepPlan, seconds: float) -> float:
+        """Run `plan` again and again, and print a line.
+
+        Returns:
+            The median of whole steps, seconds.
+        """
         for _ in range(2):
             self._runner.execute(plan)
         self._clock.seconds.clear()
@@ -145,6 +149,7 @@ class Bench:
             }
         cells = "  ".join(f"{label} {1e3 * value:7.2f}" for label, value in columns.items())
         print(f"{name:24s} {cells}  ms  {plan.num_tokens / min(times):7.0f} tokens/s at best", flush=True)
+        return columns["median"]
 
     def row(
         self, number: int, first_position: int, num_tokens: int, sampling: SamplingParams
