@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--weight-dtype", default="same")
     parser.add_argument("--slots", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--contexts", type=numbers, default=[64, 512, 1024, 2048, 4096, 8000])
-    parser.add_argument("--pools", type=numbers, default=[1000, 10_000, 100_000], help="blocks of 4 tokens")
+    parser.add_argument("--pools", type=numbers, default=[1000, 4000, 16_000], help="blocks of 4 tokens")
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help=".png or .svg")
