@@ -15,6 +15,7 @@ from headrace.engine import (
     FinishEvent,
     FinishReason,
     InvalidRequest,
+    LatencyTargets,
     LoadedModel,
     RequestFailed,
     RequestId,
@@ -129,6 +130,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.outputs[request.request_id] = []
         self.now_s += seconds
 
+    @rule(tpot_s=st.sampled_from([None, 0.001, 0.012, 0.1]), ttft_s=st.sampled_from([None, 0.001, 1.0]))
+    def promise(self, tpot_s, ttft_s):
+        self.core.latencies.set_targets(LatencyTargets(tpot_s, ttft_s))
+
     @rule()
     def step(self):
         self.take(self.core.expire())
@@ -136,6 +141,8 @@ class CoreMachine(RuleBasedStateMachine):
         if plan is None:
             return
         self.check_plan(plan)
+        # A row costs little and a prompt's token much, so that promises keep prompts waiting.
+        self.now_s += 0.01 + 0.05 * (plan.num_tokens - len(plan.rows))
         events, stats = self.core.finish_step(self.model.runner.execute(plan))
         assert stats.blocks == self.core.load.blocks
         self.take(events)
