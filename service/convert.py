@@ -214,8 +214,10 @@ def chat_from_proto(prompt: generation_pb2.ChatPrompt) -> Chat:
 def delta_into_proto(
     event: TokenEvent, start: Start, tokenizer: Tokenizer, delta: generation_pb2.Delta
 ) -> None:
-    """Of new output what its request asked for, put into `delta`: in its place, for each copy of a message
-    takes as long as to make it."""
+    """Put into `delta` what a request asked for of its new output.
+
+    It is filled in where it will be sent from: to copy a message takes as long as to make it.
+    """
     delta.text = event.text
     if start.wants_token_ids:
         delta.token_ids.extend(event.token_ids)

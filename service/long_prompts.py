@@ -15,11 +15,12 @@ _MARGIN = 2
 """How many times as many tokens as fit the pieces must have: much more than their ends can make of it."""
 
 
-def refuse_hopeless(text: str, most_tokens: int, tokenizer: Tokenizer) -> None:
+def refuse_hopeless(text: str, most_tokens: int, tokenizer: Tokenizer, field: str = "prompt") -> None:
     """Check a prompt's text. What passes may still be too long; the engine counts its tokens.
 
     Args:
         most_tokens: that a prompt may have.
+        field: what the request calls it.
 
     Raises:
         InvalidRequest: it has far more.
@@ -31,7 +32,7 @@ def refuse_hopeless(text: str, most_tokens: int, tokenizer: Tokenizer) -> None:
         num_tokens += len(tokenizer.encode(text[first : first + _PIECE_LEN], add_special_tokens=False))
         if num_tokens > _MARGIN * most_tokens:
             raise InvalidRequest.of(
-                "prompt",
+                field,
                 f"is {len(text)} characters long and of more than {_MARGIN * most_tokens} tokens; the "
                 f"model's context, or the whole KV pool of this server, holds {most_tokens} tokens",
             )

@@ -27,7 +27,8 @@ async def score(
     Raises:
         InvalidRequest, RpcFailure: what its sender is told.
     """
-    token_ids = await _token_ids(served, request)
+    with _in_words_of(request):
+        token_ids = await _token_ids(served, request)
     start = generation_pb2.StartGeneration(
         model=request.model,
         token_ids=generation_pb2.TokenIds(ids=token_ids),

@@ -95,10 +95,10 @@ class Teller:
                 self._count(event)
                 start, tokenizer = self._parsed.start, self._parsed.served.engine.tokenizer
                 for piece in pieces(event):
-                    told = self._narrator.delta(event.index)
-                    delta_into_proto(piece, start, tokenizer, told.delta)
-                    if told.delta.ByteSize():
-                        yield self._narrator.numbered(told)
+                    output = self._narrator.delta(event.index)
+                    delta_into_proto(piece, start, tokenizer, output.delta)
+                    if output.delta.ByteSize():
+                        yield self._narrator.numbered(output)
             case FinishEvent():
                 yield self._finished(event)
             case FailureEvent():

@@ -75,7 +75,8 @@ class TextWorkers:
 
                 return await self.run(len(prompt), work)
             case Chat():
-                return (await self.render(tokenizer, prompt, most_tokens))[1]
+                # As the engine calls it, which counts the tokens of what passes.
+                return (await self.render(tokenizer, prompt, most_tokens, "prompt"))[1]
             case _:
                 return prompt
 
@@ -97,11 +98,14 @@ class TextWorkers:
 
         return await self.run(sum(map(len, texts)), work)
 
-    async def render(self, tokenizer: Tokenizer, chat: Chat, most_tokens: int) -> tuple[str, tuple[int, ...]]:
+    async def render(
+        self, tokenizer: Tokenizer, chat: Chat, most_tokens: int, field: str = "chat"
+    ) -> tuple[str, tuple[int, ...]]:
         """The text of a conversation and its token ids.
 
         Args:
             most_tokens: that a prompt may have; who has far more is refused early.
+            field: what the request calls it when it is so long.
 
         Raises:
             Overloaded, NoChatTemplate, InvalidRequest: see `run`, `Tokenizer` and `refuse_hopeless`; or the
@@ -118,7 +122,7 @@ class TextWorkers:
                     f"the model's chat template makes {size} bytes of it, at most {most} are taken: send "
                     "less, tools and template variables included",
                 )
-            refuse_hopeless(text, most_tokens, tokenizer)
+            refuse_hopeless(text, most_tokens, tokenizer, field)
             return text, tuple(tokenizer.encode_chat(text))
 
         return await self.run(_size_of_chat(chat), work)

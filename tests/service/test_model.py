@@ -79,6 +79,14 @@ async def test_bad_fields_are_named() -> None:
             assert violated_fields(status_of(refusal.value)) == [field]
 
 
+async def test_a_conversation_that_can_not_possibly_fit_is_named_as_the_request_spells_it() -> None:
+    chat = ChatPrompt(messages=[ChatMessage(role="user", content="x" * 1000)])
+    async with running_service(make_fake_model(max_model_len=32)) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.model.ApplyChatTemplate(ApplyChatTemplateRequest(chat=chat))
+    assert violated_fields(status_of(refusal.value)) == ["chat"]
+
+
 async def test_while_loading_there_is_no_model_to_describe() -> None:
     async with running_service(opens=False) as service:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:

@@ -79,6 +79,15 @@ async def test_bad_fields_are_named_as_the_request_spells_them() -> None:
             assert violated_fields(status_of(refusal.value)) == [field]
 
 
+async def test_a_text_that_can_not_possibly_fit_is_named_as_the_request_spells_it() -> None:
+    model, _ = make_indexed_model(max_model_len=32)
+    async with running_service(model) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await service.model.Score(ScoreRequest(text="x" * 1000))
+    assert violated_fields(status_of(refusal.value)) == ["text"]
+    assert "1000 characters" in str(refusal.value.details())
+
+
 @pytest.mark.parametrize("length", [31, 32])
 async def test_a_text_may_fill_the_context_and_the_whole_pool(length: int) -> None:
     model, _ = make_indexed_model(max_model_len=32, num_blocks=32 // 4)
