@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import grpc
 
 _QUIET_S = 0.05
+"""No call has come for so long: whatever was on its way is here."""
 _MOST_LOOKS = 20
+"""So often that is waited for; who never stops calling does not keep a server from stopping."""
 
 
 class Door:
@@ -47,18 +49,23 @@ class Door:
         Args:
             grace_s: as long the calls inside have to end, and new ones are still answered, seconds.
         """
-        # Whoever is still inside after that is told UNAVAILABLE, too.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._is_empty.wait()
+        end_s = asyncio.get_running_loop().time() + grace_s
+        await self._emptied(end_s)
         self.is_shut = True
-        # Calls that are on their way are held too, as long as they keep coming within reason.
         for _ in range(_MOST_LOOKS):
             num_held = self._num_held
             await asyncio.sleep(_QUIET_S)
             if self._num_held == num_held:
                 break
+        # Somebody may have come in as the last one left, and has the same grace.
+        await self._emptied(end_s)
+        # Whoever is still inside is told UNAVAILABLE by this.
         await server.stop(None)
+
+    async def _emptied(self, end_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(end_s):
+                await self._is_empty.wait()
 
     def _leave(self, _: object) -> None:
         self._num_inside -= 1

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _OURS = "/headrace.v1."
 _EARLY_S = 1e-3
+"""A loop may call that much before it was asked to."""
 
 # Generic in the messages of each method, for the type checker only; this file serves all methods alike.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -220,12 +221,11 @@ class _WriteWatch:
 
     def _look(self) -> None:
         now_s = self.time()
-        end_s = (now_s if self.since_s is None else self.since_s) + self._most_s
-        # A loop may look a little early.
-        if end_s <= now_s + _EARLY_S:
+        if self.since_s is not None and self.since_s + self._most_s <= now_s + _EARLY_S:
             self._deadline.reschedule(now_s)
         else:
-            self._look_at(end_s)
+            began_s = now_s if self.since_s is None else self.since_s
+            self._look_at(max(began_s + self._most_s, now_s + _EARLY_S))
 
 
 def _tolerant(decode: Callable[[bytes], Message] | None) -> Callable[[bytes], Message | None]:

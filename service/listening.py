@@ -66,7 +66,7 @@ class Listener:
                 log.critical("a port can't be looked after", port=self.endpoint.port, **places_of(error))
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting; what runs has so long to end. Nobody learns of it as of a cancellation."""
+        """Stop accepting, once nothing runs any more or `grace_s` seconds are over; see `Door.close`."""
         everything = ((self._server, self._door), *self._fallen)
         await asyncio.gather(*(door.close(server, grace_s) for server, door in everything))
         # A shorter grace ends the longer one that a fallen server was given.

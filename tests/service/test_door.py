@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.service import door as door_module
 from headrace.service.door import Door
 from headrace.service.edge import Edge
 from headrace.service.health import Health
@@ -104,3 +105,44 @@ async def test_who_comes_late_is_held_until_the_connection_goes(served: Served) 
     holding = asyncio.create_task(served.door.close(served.server, grace_s=1.0))
     assert await late is UNAVAILABLE
     await holding
+
+
+@dataclass
+class Call:
+    """gRPC's side of a call: whoever asks is told when it is over."""
+
+    callbacks: list[Callable[[object], None]] = field(default_factory=list)
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self.callbacks.append(callback)
+
+    def end(self) -> None:
+        for callback in self.callbacks:
+            callback(self)
+
+
+class StoppableServer:
+    """Notes that it was stopped."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+
+    async def stop(self, grace_s: float | None) -> None:
+        self.is_stopped = True
+
+
+async def test_who_came_in_as_the_last_one_left_has_the_grace_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "_QUIET_S", 0.0)
+    door, server, first, second = Door(), StoppableServer(), Call(), Call()
+    door.enter(cast(Any, first))
+    closing = asyncio.create_task(door.close(cast(Any, server), grace_s=60.0))
+    await asyncio.sleep(0)
+    first.end()
+    door.enter(cast(Any, second))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert door.is_shut
+    assert not server.is_stopped
+    second.end()
+    await closing
+    assert server.is_stopped

@@ -190,6 +190,18 @@ async def test_a_reader_that_never_reads_is_cut_and_what_its_stream_holds_is_giv
     assert reason_of(status_of(cut.value)) == "SLOW_READER"
 
 
+async def test_a_stream_that_has_nothing_to_tell_waits_for_no_reader() -> None:
+    async def rest(context: Context) -> AsyncIterator[WatchStepsResponse]:
+        # Longer than any reader may take.
+        await asyncio.sleep(0.02)
+        for _ in range(0):
+            yield WatchStepsResponse()
+
+    async with guarded(Handlers(steps=rest), slow_reader_s=0.0005) as stub:
+        call = stub.WatchSteps(WatchStepsRequest())
+        assert await call.code() is grpc.StatusCode.OK
+
+
 async def test_fields_that_we_do_not_know_are_refused_in_every_method() -> None:
     async with guarded(Handlers()) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as unary:
