@@ -35,6 +35,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	  echo "Could not make $(VENV). On Debian the module comes with: apt-get install python3-venv" >&2; exit 1; }
 	@echo "Installing into $(VENV) (torch first: what follows must find the pinned one)"
 	$(PIP) install $(TORCH_PIP_ARGS) "$$(grep '^torch==' $(CONSTRAINTS))"
+	@echo "Installing what else there is to it, tools for development included (some minutes without a word)"
 	$(PIP) install -q -c $(CONSTRAINTS) setuptools wheel
 	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[server,dev]'
 	@touch $@

@@ -9,10 +9,12 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
 from google.protobuf import json_format
+from google.rpc import status_pb2
 
 from headrace.clients.demo_server import running_server
 from headrace.v1 import generation_pb2
@@ -113,6 +115,22 @@ async def test_commands_run(serving: Callable[[], AbstractAsyncContextManager[st
             assert outcome.out.strip()
             if "--json" in command:
                 assert json.loads(outcome.out)["sampling"]["seed"] == 7
+
+
+def test_the_javascript_example_speaks_the_protocol() -> None:
+    (example,) = blocks("javascript")
+    (started,) = re.findall(r"session\.write\((.*)\);", example.text)
+    written = re.sub(r"(\w+):", r'"\1":', started.replace("request_id, text", 'request_id: "a", text: "b"'))
+    message = json_format.ParseDict(json.loads(written), generation_pb2.SessionRequest())
+    assert message.start.stop.max_tokens > 0
+    (told,) = re.findall(r"const \{ (.*) \} of events", example.text)
+    assert set(told.split(", ")) <= set(generation_pb2.GenerationEvent.DESCRIPTOR.fields_by_name)
+    (service,) = re.findall(r"new (headrace\.v1\.\w+)\(", example.text)
+    assert service in {each.full_name for each in generation_pb2.DESCRIPTOR.services_by_name.values()}
+    # The file that protobuf's own compilers don't bring lies where the README says.
+    assert status_pb2.__file__ is not None
+    assert Path(status_pb2.__file__).with_name("status.proto").is_file()
+    assert "site-packages" in Path(status_pb2.__file__).parent.parent.parent.name
 
 
 def test_the_grpcurl_example_names_a_method_and_its_message() -> None:
