@@ -311,8 +311,11 @@ class EngineCore:
             IntegrityError: it isn't.
         """
         self._kv.check_integrity()
-        if not self._live and (num_blocks := self._kv.num_live_blocks) + (num := self._kv.num_remembered):
-            raise IntegrityError(f"nobody is live, yet {num_blocks} blocks are held, {num} entries kept")
+        num_blocks, num_entries = self._kv.num_live_blocks, self._kv.num_remembered
+        if not self._live and (num_blocks or num_entries):
+            raise IntegrityError(
+                f"nobody is live, yet {num_blocks} blocks are held, and {num_entries} entries are kept"
+            )
 
     def _take_all_in(
         self,

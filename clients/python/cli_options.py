@@ -290,7 +290,7 @@ _FLAGS = {
     "speculation.enabled": "--speculation",
 }
 """Flags that are not called like the protocol's field; `--top-p` is, of ``sampling.top_p``."""
-_ARGUMENT = {"text", "token_ids", "prompt", "chat.messages", "chat"}
+_ARGUMENT_FIELDS = frozenset({"text", "token_ids", "prompt", "chat.messages", "chat"})
 """Fields that hold what a command's argument says."""
 _ALIKE = (
     "sampling.(temperature|top_k|top_p|min_p|typical_p|seed|logit_bias|best_of)",
@@ -317,7 +317,7 @@ def with_flags(message: str, argument: str = "PROMPT") -> str:
 
     def flag(found: re.Match[str]) -> str:
         field = (found["path"] or found["name"]).removesuffix(".ids")
-        if field in _ARGUMENT:
+        if field in _ARGUMENT_FIELDS:
             return argument
         if field in _FLAGS:
             return _FLAGS[field]

@@ -20,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
 
 def tokenize(
-    text: Annotated[str, typer.Argument(help="The text; - reads it from standard input.")],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads it from standard input.")],
     *,
     target: opt.Target = DEFAULT_TARGET,
     model: opt.ModelName = None,
@@ -51,7 +51,7 @@ def tokenize(
                 with_tokens=tokens or as_json,
             )
 
-    told = run(ask())
+    told = run(ask(), argument="TEXT")
     if as_json:
         typer.echo(json.dumps({"token_ids": told.token_ids, "tokens": told.tokens}, ensure_ascii=False))
     elif tokens:

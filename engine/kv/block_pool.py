@@ -50,9 +50,10 @@ class BlockPool:
         """Blocks that `allocate` can hand out: free ones and kept ones."""
         return len(self._free) + len(self._kept)
 
-    def num_holders(self, block_id: int) -> int:
-        """How many refer to a block."""
-        return self._ref_counts[block_id]
+    @property
+    def ref_counts(self) -> Sequence[int]:
+        """How many refer to each block, by its id."""
+        return self._ref_counts
 
     def allocate(self, num_blocks: int) -> list[int] | None:
         """Take `num_blocks` blocks with one reference each; None and no change when there are fewer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import takewhile
@@ -113,9 +112,9 @@ class KVCacheManager:
         return len(self._tables) + len(self._chains) + len(self._matches)
 
     @property
-    def num_holders(self) -> Callable[[int], int]:
-        """How many tables hold a block, by its id."""
-        return self._pool.num_holders
+    def ref_counts(self) -> List[int]:
+        """How many tables hold each block, by its id."""
+        return self._pool.ref_counts
 
     @property
     def counts(self) -> BlockCounts:
@@ -183,7 +182,7 @@ class KVCacheManager:
         return PrefixMatch(
             block_ids=tuple(block_ids),
             num_tokens=len(block_ids) * self.layout.block_size,
-            num_unused=sum(self._pool.num_holders(block_id) == 0 for block_id in block_ids),
+            num_unused=sum(self._pool.ref_counts[block_id] == 0 for block_id in block_ids),
         )
 
     def adopt(self, sequence_id: SequenceId, match: PrefixMatch) -> None:
@@ -300,7 +299,7 @@ def would_free(
     for block_ids in tables:
         for block_id in block_ids:
             num_seen[block_id] += 1
-            is_nobodys = num_seen[block_id] == kv.num_holders(block_id)
+            is_nobodys = num_seen[block_id] == kv.ref_counts[block_id]
             num_freed += is_nobodys and block_id not in spared
         if num_freed >= num_blocks:
             return True

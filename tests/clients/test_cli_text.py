@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from headrace.service.limits import Limits
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import run_headrace
 from tests.support.service import running_service
@@ -39,3 +40,10 @@ async def test_an_id_that_the_model_does_not_have_is_called_an_id() -> None:
         foreign = await run_headrace("detokenize", "104", "70000", "-t", service.address)
     assert foreign.status == 2
     assert foreign.err.startswith("headrace: ID: must be from 0 to ")
+
+
+async def test_a_text_that_is_refused_is_called_a_text() -> None:
+    async with running_service(limits=Limits(max_text_bytes=3)) as service:
+        long = await run_headrace("tokenize", "four", "-t", service.address)
+    assert long.status == 2
+    assert long.err.startswith("headrace: TEXT: ")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from headrace.engine.transfer import upload
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.engine.transfer import download, on_device, upload
 
 
 def test_types_shapes_and_contents_stay() -> None:
@@ -35,3 +40,24 @@ def test_what_arrived_does_not_change_with_what_was_sent() -> None:
     sent.zero_()
 
     assert there.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "expected"),
+    [
+        ([3, 2**40], None, torch.tensor([3, 2**40])),
+        ([0.5, 2.0], torch.float64, torch.tensor([0.5, 2.0], dtype=torch.float64)),
+        (np.frombuffer(b"\x00\xff", np.uint8), None, torch.tensor([0, 255], dtype=torch.uint8)),
+    ],
+    ids=["ids", "floats", "read-only bytes"],
+)
+def test_numbers_of_the_host_keep_their_type(
+    values: Any, dtype: torch.dtype | None, expected: Tensor
+) -> None:
+    made = on_device(values, torch.device("cpu"), dtype)
+    assert made.dtype is expected.dtype
+    assert torch.equal(made, expected)
+
+
+def test_what_comes_back_is_flat_and_row_by_row() -> None:
+    assert download(torch.arange(6).view(2, 3).t()) == [0, 3, 1, 4, 2, 5]

@@ -93,7 +93,7 @@ def test_a_shared_block_is_free_only_when_all_have_let_go():
     pool.share(block_ids)
     pool.release(block_ids)
     assert pool.num_available == 1
-    assert pool.num_holders(block_ids[0]) == 1
+    assert pool.ref_counts[block_ids[0]] == 1
     pool.release(block_ids)
     assert pool.num_available == 2
 
