@@ -102,7 +102,7 @@ def token(context: typer.Context) -> None:
 @app.command(rich_help_panel="Talking to a server")
 @access.reaching
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - takes standard input.")],
     *,
     target: opt.Target = DEFAULT_TARGET,
     model: opt.ModelName = None,

@@ -132,5 +132,10 @@ def _token(access: Access) -> str | None:
         return access.token or None
     try:
         return access.token_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"--token-file {access.token_file}: can't be read: {error}", USAGE)
+    except OSError as error:
+        fail(f"--token-file {access.token_file}: can't be read: {error.strerror}", USAGE)
+    except UnicodeDecodeError:
+        fail(
+            f"--token-file {access.token_file}: is no text: `headrace token NAME > FILE` writes one",
+            USAGE,
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -70,7 +69,9 @@ def fail_with(error: HeadraceError, argument: str = "PROMPT") -> NoReturn:
 
     message = error.message
     if isinstance(error, errors.Unavailable):
-        message = _unreached(message)
+        from headrace.clients.cli_unreached import explain_unreached  # noqa: PLC0415
+
+        message = explain_unreached(message)
     elif isinstance(error, errors.Unauthenticated):
         message += " (--token-file FILE or HEADRACE_TOKEN says who calls)"
     elif isinstance(error, errors.Unimplemented) and message.startswith("Method not found"):
@@ -90,22 +91,6 @@ def fail_because(error: Exception) -> NoReturn:
     if isinstance(error.__cause__, HeadraceError):
         fail_with(error.__cause__)
     fail(str(error), FAILED)
-
-
-def _unreached(message: str) -> str:
-    """Why nobody was reached and what may help; other reasons of a server stay as they are."""
-    if "connect" not in message:
-        return message
-    # gRPC tells of every address that it tried; the last one says it all.
-    message = re.sub(r"^[A-Z_]+: ", "", message.rpartition("last error: ")[2])
-    if "handshake" in message:
-        message = message.removesuffix(": OK")
-        advice = "does the server speak TLS, and is --tls-ca the authority of its certificate?"
-    elif "Socket closed" in message:
-        advice = "a server with TLS wants --tls or --tls-ca"
-    else:
-        advice = "is a server running there? `headrace serve` starts one"
-    return f"{message} ({advice})"
 
 
 def fail(message: str, status: int) -> NoReturn:

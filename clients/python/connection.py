@@ -107,6 +107,10 @@ def check_target(target: str) -> None:
         InvalidArgument: it names no host or no port.
     """
     scheme, colon, rest = target.partition(":")
+    if scheme in {"http", "https", "grpc", "grpcs"} and rest.startswith("//"):
+        raise InvalidArgument(
+            f"target {target!r} is a URL: write {rest.strip('/').partition('/')[0]}, host and port alone"
+        )
     if colon and scheme in _SCHEMES_WITHOUT_PORT:
         return
     addresses = rest.split(",") if colon and scheme in {"ipv4", "ipv6"} else [target.rpartition("/")[2]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from google.protobuf.message import Message
 
 from headrace.clients import events
@@ -61,16 +63,20 @@ def accepted_from_proto(message: generation_pb2.Accepted) -> events.Accepted:
 def sampling_from_proto(message: generation_pb2.SamplingOptions) -> events.Sampling:
     """Sampling values; those that a server leaves out are off."""
     return events.Sampling(
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        temperature=_shortest(message.temperature) if message.HasField("temperature") else 1.0,
         top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
+        top_p=_shortest(message.top_p) if message.HasField("top_p") else 1.0,
+        min_p=_shortest(message.min_p),
         seed=message.seed if message.HasField("seed") else None,
-        typical_p=message.typical_p if message.HasField("typical_p") else 1.0,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
+        typical_p=_shortest(message.typical_p) if message.HasField("typical_p") else 1.0,
+        frequency_penalty=_shortest(message.frequency_penalty),
+        presence_penalty=_shortest(message.presence_penalty),
+        repetition_penalty=(
+            _shortest(message.repetition_penalty) if message.HasField("repetition_penalty") else 1.0
+        ),
+        logit_bias=tuple(
+            (token_id, _shortest(bias)) for token_id, bias in sorted(message.logit_bias.items())
+        ),
         allowed_token_ids=(
             tuple(message.allowed_token_ids.ids) if message.HasField("allowed_token_ids") else None
         ),
@@ -78,6 +84,15 @@ def sampling_from_proto(message: generation_pb2.SamplingOptions) -> events.Sampl
         bad_words=tuple(message.bad_words),
         best_of=message.best_of if message.HasField("best_of") else None,
     )
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same in the 32 bits of the protocol: 0.2, not 0.20000000298023224."""
+    for digits in range(6, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.unpack("f", struct.pack("f", short)) == (value,):
+            return short
+    return value
 
 
 def finished_from_proto(message: generation_pb2.Finished, index: int) -> events.Finished:

@@ -69,7 +69,7 @@ async def test_who_comes_to_a_port_in_the_wrong_way_is_told_the_right_one(tmp_pa
         operators = await run_headrace("budget", "-t", service.address)
     assert "wants --tls or --tls-ca" in plain.err
     assert "--tls-ca the authority of its certificate?" in strange.err
-    assert "does the server speak TLS" in encrypted.err
+    assert "speaks no TLS" in encrypted.err
     # gRPC's core would tell of it in lines of its own, and does where it was told to.
     assert strange.err.count("\n") == 1
     assert talkative.err.count("\n") > 1

@@ -41,6 +41,8 @@ def test_a_target_that_says_where_is_taken(target: str) -> None:
         ("[::1]", r"write \[::1\]:50051"),
         ("dns:///host", "write host:50051"),
         ("ipv4:1.2.3.4:5,1.2.3.5", "write 1.2.3.5:50051"),
+        ("http://host:50051", "is a URL: write host:50051, host and port"),
+        ("grpc://host:50051/", "is a URL: write host:50051, host and port"),
         ("host:0", "from 1 to 65535, got 0"),
         ("host:65536", "from 1 to 65535, got 65536"),
     ],
