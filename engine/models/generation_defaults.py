@@ -89,9 +89,10 @@ def suggested_sampling(folder: Path) -> SamplingDefaults:
     if not file.boolean("do_sample", True):
         suggested = replace(suggested, temperature=0.0)
     if suggested != neutral:
-        _log.info(
-            "%s suggests %s: whether requests that leave these open get them is a setting", path, suggested
+        told = (
+            f"{name} {value:g}" for name, value in asdict(suggested).items() if value != asdict(neutral)[name]
         )
+        _log.info("%s suggests %s for requests that leave them open", path, ", ".join(told))
     return suggested
 
 

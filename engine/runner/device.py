@@ -55,7 +55,7 @@ def choose_device(wanted: str) -> torch.device:
 def _why_no_gpu() -> str | None:
     """Why torch can't compute on a GPU here; None when it can."""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA: install a build with it"
+        return f"torch {torch.__version__} is a build without CUDA, which a GPU needs"
     if not torch.cuda.is_available():
         return (
             f"torch {torch.__version__} sees no GPU: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, "

@@ -27,7 +27,7 @@ def prepare_host(num_threads: int | None) -> int:
     chosen = usable_cores() if num_threads is None else num_threads
     torch.set_num_threads(chosen)
     _keep_freed_memory()
-    logger.info("computing with %d threads (torch %s)", chosen, torch.__version__)
+    logger.info("computing with %d thread%s (torch %s)", chosen, "s" * (chosen != 1), torch.__version__)
     return chosen
 
 
