@@ -36,7 +36,7 @@ from headrace.v1 import (
 )
 
 _CHANNELZ_NAMES = tuple(service.full_name for service in channelz_pb2.DESCRIPTOR.services_by_name.values())
-_MAX_PENDING_CONNECTIONS = 16
+_MAX_PENDING_CONNECTIONS = 4
 """As many connections may have all their calls wait to be taken up before the calls of others suffer."""
 
 
