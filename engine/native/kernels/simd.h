@@ -12,6 +12,9 @@
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define HEADRACE_AVX2_ONLY
+#endif
 
 namespace {
 

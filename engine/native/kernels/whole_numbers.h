@@ -6,10 +6,6 @@
 
 #include "rows.h"
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define HEADRACE_AVX2_ONLY
-#endif
-
 namespace {
 
 using headrace::kGroup;

@@ -72,6 +72,19 @@ def test_other_rows_change_no_bit(library: NativeLibrary, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [256, 90])
+def test_no_number_of_rows_changes_a_bit(any_library: NativeLibrary, width: int, dtype: torch.dtype) -> None:
+    weight, inputs = numbers(72, width, dtype=dtype), numbers(60, width, dtype=dtype, seed=1)
+    bias, residual = numbers(72, dtype=dtype, seed=2), numbers(60, 72, dtype=dtype, seed=3)
+    layer = make(any_library, weight, bias)
+    together = layer.add_to(residual, inputs)
+    for num_rows in range(1, 28):
+        assert torch.equal(layer.add_to(residual[:num_rows], inputs[:num_rows]), together[:num_rows]), (
+            num_rows
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_changes_no_bit(library: NativeLibrary, dtype: torch.dtype) -> None:
     weight, inputs = numbers(300, 256, dtype=dtype), numbers(70, 256, dtype=dtype, seed=1)
     before = torch.get_num_threads()
@@ -136,7 +149,7 @@ def test_only_what_is_faster_suits(library: NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 13, 49, 200])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 13, 49, 200])
 def test_weights_kept_in_bf16_change_no_bit(
     library: NativeLibrary, num_rows: int, shape: tuple[int, int]
 ) -> None:
