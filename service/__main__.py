@@ -11,6 +11,7 @@ _USAGE = """usage: headrace serve --model MODEL [options]   serve a model over g
        headrace models                         list known models and those in the cache folder
        headrace draft MODEL --out DIR          make a draft model for MODEL, for speculation
        headrace token NAME [--role ROLE]       draw a bearer token, and its line for the token file"""
+_INTERRUPTED = 130
 _EXTRA = "pip install 'headrace[server]'"
 
 
@@ -21,9 +22,18 @@ def main(argv: list[str] | None = None) -> int:
         argv: the command and its arguments; None takes the process's own.
 
     Returns:
-        Exit code: 0 all went well, 1 the engine died, 2 what was asked can't be done.
+        Exit code: 0 all went well, 1 the engine died, 2 what was asked can't be done, 130 Ctrl-C ended it before
+        a server listened to that.
     """
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["token"]:
         # Needs no server, which need not be installed.
         return token(arguments[1:])

@@ -87,12 +87,11 @@ def models(flags: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([asdict(model) for model in listed]))
         return EXIT_OK
-    width = max(len(model.spec) for model in listed)
     for model in listed:
         place = f"{_size(model.cached_bytes)} in the cache" if model.cached_bytes else "not here yet"
         if model.download_bytes:
             place += f", {_size(model.download_bytes)} to fetch"
-        print(f"{model.spec:{width}}  {place:34}  {model.description}")
+        print(model.spec, f"    {place}", f"    {model.description}", sep="\n")
     return EXIT_OK
 
 

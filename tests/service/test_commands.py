@@ -52,10 +52,22 @@ def test_help_names_the_cache_that_is_in_effect(
         assert "(default: /elsewhere)" in capsys.readouterr().out
 
 
+def test_ctrl_c_ends_a_fetch_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.service.commands.resolve_model", interrupted)
+    assert main(["pull", "smollm2-135m-instruct"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_models_are_listed_with_their_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--cache", str(tmp_path)]) == 0
-    line = capsys.readouterr().out.splitlines()[0].split()
-    assert line[:7] == ["smollm2-135m-instruct", "not", "here", "yet,", "88.6MiB", "to", "fetch"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["smollm2-135m-instruct", "    not here yet, 88.6MiB to fetch"]
+    assert max(map(len, lines)) <= 100
     assert main(["models", "--cache", str(tmp_path), "--json"]) == 0
     first = json.loads(capsys.readouterr().out)[0]
     assert (first["spec"], first["download_bytes"], first["cached_bytes"]) == (
