@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: the command and its arguments; None takes the process's own.
 
     Returns:
-        Exit code: 0 all went well, 1 the engine died, 2 what was asked can't be done, 130 Ctrl-C ended it before
-        a server listened to that.
+        Exit code: 0 all went well, 1 the engine died, 2 what was asked can't be done, 130 Ctrl-C ended it
+        before a server listened to that.
     """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
