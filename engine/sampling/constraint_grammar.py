@@ -40,16 +40,29 @@ _IN_REGEX = "(in regex): "
 # What one matcher may spend. The worst masks of hostile grammars then took 4 ms, against a second and more at
 # the library's own bounds; twenty ordinary schemas and grammars needed no more than a fifth of the items of a
 # step and less than half of its fuel.
-_LIMITS = LLParserLimits(
-    max_items_in_row=1_000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=50_000,
-    step_max_items=5_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    # Its long form quotes what its users wrote, which has no place in a log.
-    verbose_errors=False,
-)
+_COMPILE_FUEL = 1_000_000
+# What compiling leaves of its fuel is there for the first text that is followed without masks. Thus a whole
+# one may take as much again, and more: tens of milliseconds at worst. What new states a text needs is what
+# costs, not its length: ordinary ones of 4,000 tokens took far less than half of it.
+_REPLAY_FUEL = 2 * _COMPILE_FUEL
+_STEP_FUEL = 50_000
+
+
+def _limits(initial_fuel: int, step_fuel: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=1_000,
+        initial_lexer_fuel=initial_fuel,
+        step_lexer_fuel=step_fuel,
+        step_max_items=5_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        # Its long form quotes what its users wrote, which has no place in a log.
+        verbose_errors=False,
+    )
+
+
+_LIMITS = _limits(_COMPILE_FUEL, _STEP_FUEL)
+_REPLAY_LIMITS = _limits(_REPLAY_FUEL, _STEP_FUEL)
 
 # A mask is then every token that keeps the text within the language, not only the one that the tokenizer
 # itself would have chosen.
@@ -122,13 +135,16 @@ def grammar_of(constraint: Constraint) -> str:
                 raise GrammarRefusedError(told(str(error).rpartition("to Lark: ")[2])) from error
 
 
-def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+def new_matcher(vocabulary: LLTokenizer, grammar: str, *, for_replay: bool = False) -> LLMatcher:
     """Compile a grammar. The work is counted, and given up when it is too much.
+
+    Args:
+        for_replay: it is known to compile, and a text that is written already is to be followed at once.
 
     Raises:
         GrammarRefusedError: it is faulty, too large, or admits no text.
     """
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_REPLAY_LIMITS if for_replay else _LIMITS)
     if matcher.is_error():
         raise GrammarRefusedError(told(matcher.get_error()))
     return matcher

@@ -13,7 +13,8 @@ class CompiledGrammar:
     """See `headrace.engine.sampling.constraint.CompiledConstraint`.
 
     Copies of one of the library's matchers share a table of lexer states, which only grows. Once it is full
-    every copy fails, whoever filled it; so the table is then begun anew, under the next edition.
+    every copy fails, whoever filled it. Each then goes on in a table that holds what its own text leads to,
+    and the first of these is the next edition: what new texts share from then on.
 
     Args:
         source: what is compiled.
@@ -44,18 +45,33 @@ class CompiledGrammar:
         """A matcher of the library before the first token, and which edition it belongs to."""
         return self._initial.deep_copy(), self._edition
 
-    def renew(self, edition: int) -> None:
-        """Begin a new edition, unless somebody has done so since `edition`.
+    def renewed(self, edition: int | None, token_ids: tuple[int, ...]) -> tuple[LLMatcher, int | None]:
+        """A matcher of the library behind these tokens, in a new table, and which edition that is.
+
+        No mask is computed on the way: what a whole text may cost is bounded as what compiling may, and by
+        far less than as many masks would take.
+
+        Args:
+            edition: where they could not be followed any further; None for a table of one text's own.
 
         Raises:
-            ConstraintFailed: the grammar compiles no more.
+            ConstraintFailed: they can't be followed with what that allows, or the grammar compiles no more.
         """
-        if edition == self._edition:
-            try:
-                self._initial = new_matcher(self._vocabulary, self._grammar)
-            except GrammarRefusedError as error:
-                raise ConstraintFailed(f"the constraint could not be compiled again: {error}") from error
-            self._edition += 1
+        try:
+            fresh = new_matcher(self._vocabulary, self._grammar, for_replay=True)
+        except GrammarRefusedError as error:
+            raise ConstraintFailed(f"the constraint could not be compiled again: {error}") from error
+        matcher = fresh.deep_copy()
+        try:
+            _consume(matcher, token_ids)
+        except _ExhaustedError as error:
+            raise ConstraintFailed(f"the constraint can't be followed any further: {error}") from error
+        if edition != self._edition:
+            return matcher, None
+        # Only now, for a text that exhausts a table by itself would have taken the next ones with it.
+        self._initial = fresh
+        self._edition += 1
+        return matcher, self._edition
 
 
 class GrammarMatcher:
@@ -68,21 +84,22 @@ class GrammarMatcher:
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
-        self._edition = 0
+        self._edition: int | None = None
         self._taken: tuple[int, ...] = ()
 
     def allowed(self, output_token_ids: tuple[int, ...]) -> AllowedTokens:
         """See `ConstraintMatcher.allowed`."""
-        failure = ""
-        # The first failure may be the doing of others that share the table, the second is our own.
-        for _ in range(2):
-            try:
-                return self._next(self._at(output_token_ids))
-            except _ExhaustedError as error:
-                failure = str(error)
-                self._compiled.renew(self._edition)
-                self._matcher = None
-        raise ConstraintFailed(f"the constraint can't be followed any further: {failure}")
+        try:
+            return self._next(self._at(output_token_ids))
+        except _ExhaustedError:
+            # This may be the doing of others that share the table; what comes of it in a new one is our own.
+            self._matcher = None
+            self._matcher, self._edition = self._compiled.renewed(self._edition, output_token_ids)
+            self._taken = output_token_ids
+        try:
+            return self._next(self._matcher)
+        except _ExhaustedError as error:
+            raise ConstraintFailed(f"the constraint can't be followed any further: {error}") from error
 
     def fork(self) -> GrammarMatcher:
         """See `ConstraintMatcher.fork`."""
@@ -110,10 +127,7 @@ class GrammarMatcher:
             if i > 0:
                 # A step's allowance comes with its mask, and a matcher that has spent it never recovers.
                 matcher.compute_bitmask()
-            if not matcher.try_consume_tokens([token_id]):
-                raise _ExhaustedError(
-                    told(matcher.get_error()) or f"token {token_id} does not fit where it stands"
-                )
+            _consume(matcher, (token_id,))
             self._taken += (token_id,)
 
     def _next(self, matcher: LLMatcher) -> AllowedTokens:
@@ -130,6 +144,15 @@ class GrammarMatcher:
 
 class _ExhaustedError(Exception):
     """The library has given up: one of its bounds was reached."""
+
+
+def _consume(matcher: LLMatcher, token_ids: tuple[int, ...]) -> None:
+    """Follow tokens without asking what else could stand in their places."""
+    num_taken = matcher.try_consume_tokens(list(token_ids))
+    if num_taken < len(token_ids):
+        raise _ExhaustedError(
+            told(matcher.get_error()) or f"token {token_ids[num_taken]} does not fit where it stands"
+        )
 
 
 def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
