@@ -237,11 +237,12 @@ class RawSession:
     async def half_close(self) -> grpc.StatusCode:
         """Say "no more requests" and read to the end; the stream's status."""
         await self.call.done_writing()
+        while self._unread:
+            self._kept(self._unread.popleft())
+        # What comes before an error is kept as well.
         while isinstance(response := await self.call.read(), SessionResponse):
-            self._unread.extend(response.events)
-        for event in self._unread:
-            self._kept(event)
-        self._unread.clear()
+            for event in response.events:
+                self._kept(event)
         return await self.call.code()
 
     def _kept(self, event: GenerationEvent) -> GenerationEvent:
