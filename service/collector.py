@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 THRESHOLDS = (20_000, 10, 50)
 """Each step makes a handful of small objects per row and drops them a step later. By Python's own thresholds
-they are looked through several times a step, together with all that lives longer. What a stream leaves behind
-are cycles of some 200 objects, 20 KiB: of streams that were open at one look they go at the tenth after it."""
+they are looked through several times a step, together with all that lives longer. What a stream leaves
+behind are cycles of some 200 objects, 20 KiB: of streams open at one look they go at the tenth after."""
 
 
 @contextmanager

@@ -121,11 +121,24 @@ async def running_service(
     limits = limits or Limits()
     health, serving = await Health.start(), Serving(edge)
     drainer = Drainer(serving, health, lame_duck_s=lame_duck_s, grace_s=5.0)
-    offers = {"has_reflection": True, "has_channelz": has_channelz}
     public = make_public_server(
-        serving, health, limits, **offers, max_connection_age_s=max_connection_age_s, entrance=entrance
+        serving,
+        health,
+        limits,
+        entrance=entrance,
+        max_connection_age_s=max_connection_age_s,
+        has_reflection=True,
+        has_channelz=has_channelz,
     )
-    control = make_control_server(serving, health, drainer, limits, **offers, entrance=control_entrance)
+    control = make_control_server(
+        serving,
+        health,
+        drainer,
+        limits,
+        entrance=control_entrance,
+        has_reflection=True,
+        has_channelz=has_channelz,
+    )
     address = f"127.0.0.1:{bind(public, LOOPBACK, '--port', entrance.credentials)}"
     control_port = bind(control, LOOPBACK, "--control-port", control_entrance.credentials)
     control_address = f"127.0.0.1:{control_port}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from headrace.engine.errors import ConstraintFailed
+from headrace.engine.sampling import constraint_matcher
 from headrace.engine.sampling.constraint import AllowedTokens, Constraint, ConstraintKind, RowConstraint
-from headrace.engine.sampling.constraint_grammar import grammar_of, make_vocabulary
+from headrace.engine.sampling.constraint_grammar import grammar_of, make_vocabulary, new_matcher
 from headrace.engine.sampling.constraint_matcher import CompiledGrammar, GrammarMatcher
 from tests.support.languages import LANGUAGES, VOCABULARIES, Language
 
@@ -172,3 +175,94 @@ def test_who_exhausts_the_common_table_fails_alone() -> None:
         longer = (*output, 3, 4, 5, 6, 7, 8)
         assert matcher.allowed(longer) == regex("[ab]*a[ab]{90}", tokens).start().allowed(longer)
     assert grammar.start().allowed(others[0][1]) == before[0]
+
+
+@dataclass
+class Work:
+    """What has been asked of the library since tables began to be renewed."""
+
+    num_tables: int = 0
+    num_masks: int = 0
+    num_tokens: int = 0
+
+
+class CountedMatcher:
+    """One of the library's, whose work is counted."""
+
+    def __init__(self, matcher: LLMatcher, work: Work) -> None:
+        self._matcher = matcher
+        self._work = work
+
+    def deep_copy(self) -> CountedMatcher:
+        return CountedMatcher(self._matcher.deep_copy(), self._work)
+
+    def rollback(self, num_tokens: int) -> bool:
+        return self._matcher.rollback(num_tokens)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        num_taken = self._matcher.try_consume_tokens(tokens)
+        self._work.num_tokens += num_taken
+        return num_taken
+
+    def compute_bitmask(self) -> bytes:
+        self._work.num_masks += 1
+        return self._matcher.compute_bitmask()
+
+    def is_error(self) -> bool:
+        return self._matcher.is_error()
+
+    def get_error(self) -> str:
+        return self._matcher.get_error()
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    counted = Work()
+
+    def counting(vocabulary: LLTokenizer, grammar: str, *, for_replay: bool = False) -> CountedMatcher:
+        counted.num_tables += 1
+        return CountedMatcher(new_matcher(vocabulary, grammar, for_replay=for_replay), counted)
+
+    monkeypatch.setattr(constraint_matcher, "new_matcher", counting)
+    return counted
+
+
+# An ordinary text, until an x: behind it, what may follow depends on the last ninety letters.
+_LONG = "[a-w ,]*(x[yz]*y[yz]{90})?"
+_LETTERS = [
+    *(b"the ", b"mill, ", b"is ", b"turning ", b"x", b"y", b"z"),
+    *(bytes(random.Random(i).choices(b"yz", k=60)) for i in range(5)),
+]
+
+
+def exhaust(grammar: CompiledGrammar, chooser: random.Random) -> int:
+    """Write behind an x until that can't be followed any further; how many tokens that took."""
+    matcher = grammar.start()
+    output: list[int] = [4]
+
+    def write() -> None:
+        while len(output) < 30_000:
+            matcher.allowed(tuple(output))
+            output.append(chooser.randrange(5, 12))
+
+    with pytest.raises(ConstraintFailed, match="can't be followed any further"):
+        write()
+    return len(output)
+
+
+def test_a_long_text_goes_on_in_a_new_table_at_the_price_of_one_mask(work: Work) -> None:
+    chooser = random.Random(2)
+    grammar = regex(_LONG, _LETTERS)
+    long = tuple(chooser.randrange(4) for _ in range(3000))
+    matcher, other = grammar.start(), grammar.start()
+    before, shorter = matcher.allowed(long), matcher.allowed(long[:-2])
+    assert other.allowed(long) == before
+    assert matcher.allowed(long) == before
+    exhaust(grammar, chooser)
+    num_tables = work.num_tables
+    work.num_masks = work.num_tokens = 0
+    assert matcher.allowed(long) == before
+    assert (work.num_tables, work.num_masks, work.num_tokens) == (num_tables + 1, 1, len(long))
+    assert matcher.allowed(long[:-2]) == shorter
+    assert matcher.allowed((*long, 0, 1)) == regex(_LONG, _LETTERS).start().allowed((*long, 0, 1))
+    assert other.allowed(long) == before
