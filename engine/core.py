@@ -305,17 +305,11 @@ class EngineCore:
         return self._kv.flush()
 
     def check_integrity(self) -> None:
-        """Audit the KV pool, and with nobody live demand that it is whole.
-
-        Raises:
-            IntegrityError: it isn't.
-        """
+        """Audit the KV pool, and with nobody live demand that it is whole; else IntegrityError."""
         self._kv.check_integrity()
-        num_blocks, num_entries = self._kv.num_live_blocks, self._kv.num_remembered
-        if not self._live and (num_blocks or num_entries):
-            raise IntegrityError(
-                f"nobody is live, yet {num_blocks} blocks are held, and {num_entries} entries are kept"
-            )
+        kept = self._kv.num_live_blocks, self._kv.num_remembered
+        if not self._live and any(kept):
+            raise IntegrityError(f"nobody is live, yet {kept[0]} blocks and {kept[1]} entries are kept")
 
     def _take_all_in(
         self,
