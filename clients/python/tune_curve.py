@@ -10,8 +10,8 @@ smoothing and its threshold, which need more points than one measures here:
 3. The knee is where throughput is ahead of latency by most: the largest y - x.
 
 A frontier that nowhere lies above its own diagonal has no bend: every step costs as much as it gains. Where
-points beyond its last one gained nothing more, that last one is the knee; where nothing was measured beyond
-it, the knee lies out of range.
+points of higher concurrency than its last one gained nothing more, that last one is the knee; where none was
+measured, the knee lies out of range.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def find_knee(points: Sequence[CurvePoint]) -> CurvePoint | None:
     place = max(range(len(curve)), key=gains.__getitem__)
     if gains[place] > 1e-9:
         return curve[place]
-    is_last = all(point.num_failed or point.tpot_p50_s <= curve[-1].tpot_p50_s for point in points)
+    is_last = all(point.num_failed or point.concurrency <= curve[-1].concurrency for point in points)
     return None if is_last else curve[-1]
 
 

@@ -61,6 +61,12 @@ def test_without_a_bend_the_knee_is_out_of_range() -> None:
     assert find_knee([*straight, point(4, 45, 290, num_failed=1)]) is None
 
 
+def test_a_slow_point_of_fewer_requests_is_not_beyond_the_last_one() -> None:
+    # As where the machine was busy at first, or took its time to get going.
+    assert find_knee([point(1, 40, 25), point(2, 20, 90)]) is None
+    assert find_knee([point(1, 40, 25), point(2, 20, 90), point(4, 41, 85)]) == point(2, 20, 90)
+
+
 def test_too_few_points_have_no_knee() -> None:
     assert find_knee([]) is None
     assert find_knee(SATURATING[:1]) is None
