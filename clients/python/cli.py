@@ -281,7 +281,12 @@ def health(
     service: Annotated[
         str, typer.Option("--service", help="Full name of one gRPC service; the server as a whole otherwise.")
     ] = "",
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait for an answer.")
+    ] = 5.0,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Ask again for so long until it does.")
+    ] = 0.0,
 ) -> None:
     """Print whether a server takes requests. Exit status: 0 if it does, 1 if not."""
     from headrace.clients.client import InferenceClient  # noqa: PLC0415
@@ -289,6 +294,8 @@ def health(
 
     async def check() -> ServingStatus:
         async with InferenceClient(target, connection=access.connection()) as client:
+            if wait:
+                return await client.wait_until_serving(service, timeout_s=wait)
             return await client.health(service, timeout_s=timeout)
 
     status = run(check())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from types import TracebackType
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace.clients.connection import ConnectionOptions, Tls, open_channel, wait_until_connected
 from headrace.clients.convert import answer_from_proto, model_from_proto, score_from_proto
+from headrace.clients.errors import Unavailable
 from headrace.clients.events import Answer, Model, RenderedChat, Score, ServingStatus, Tokenization
 from headrace.clients.generation import GenerateCall, Generation, RpcGeneration
 from headrace.clients.prompts import (
@@ -30,6 +32,8 @@ from headrace.clients.targets import DEFAULT_TARGET
 from headrace.v1 import generation_pb2, model_pb2
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_pb2_grpc import ModelServiceStub
+
+_ASK_EVERY_S = 0.25
 
 
 class InferenceClient:
@@ -261,6 +265,33 @@ class InferenceClient:
             Attempts(RetryPolicy(max_attempts=1), self._rng, timeout_s),
         )
         return ServingStatus(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+    async def wait_until_serving(self, service: str = "", *, timeout_s: float) -> ServingStatus:
+        """Ask every quarter of a second until the server takes requests, or the time is over.
+
+        Args:
+            service: as for `health`.
+            timeout_s: time for all of it; 0 asks once.
+
+        Returns:
+            What was answered last.
+
+        Raises:
+            NotFound: the server has no such service.
+            Unavailable: nobody answered the last time.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while True:
+            is_over = loop.time() >= end_s
+            try:
+                status = await self.health(service)
+                if status is ServingStatus.SERVING or is_over:
+                    return status
+            except Unavailable:
+                if is_over:
+                    raise
+            await asyncio.sleep(_ASK_EVERY_S)
 
     def _opened(self) -> grpc.aio.Channel:
         if self._channel is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import headrace.clients.client as client_module
 from headrace.clients import (
     Chat,
     ChatMessage,
@@ -114,6 +115,34 @@ async def test_health_of_nobody_is_unavailable() -> None:
     async with InferenceClient("127.0.0.1:1") as client:
         with pytest.raises(Unavailable):
             await client.health()
+
+
+async def test_who_waits_asks_until_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_ASK_EVERY_S", 0.0)
+    answers = iter([Unavailable("nobody"), ServingStatus.NOT_SERVING, ServingStatus.SERVING])
+
+    async def health(self: InferenceClient, service: str = "") -> ServingStatus:
+        assert service == "some.Service"
+        answer = next(answers)
+        if isinstance(answer, Unavailable):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(InferenceClient, "health", health)
+    async with InferenceClient("127.0.0.1:1") as client:
+        assert await client.wait_until_serving("some.Service", timeout_s=60) is ServingStatus.SERVING
+    assert list(answers) == []
+
+
+async def test_when_the_time_is_over_the_last_answer_stands() -> None:
+    async with running_fake_server() as server, InferenceClient(server.target) as client:
+        await server.set_serving(False)
+        assert await client.wait_until_serving(timeout_s=0) is ServingStatus.NOT_SERVING
+        with pytest.raises(NotFound):
+            await client.wait_until_serving("no.such.Service", timeout_s=60)
+    async with InferenceClient("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.wait_until_serving(timeout_s=0.3)
 
 
 async def test_a_client_that_is_not_open_says_how_to_open_it() -> None:
