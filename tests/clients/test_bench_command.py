@@ -97,6 +97,6 @@ async def test_nobody_there_is_one_line(command: str, tmp_path: Path) -> None:
     outcome = await run_headrace(*command.split(), "-t", NOBODY, *more)
     assert outcome.status == 1
     assert outcome.err.startswith("headrace: ")
-    assert f"{NOBODY}: " in outcome.err
+    assert f"nobody listens at {NOBODY} " in outcome.err
     assert "`headrace serve` starts one" in outcome.err
     assert outcome.err.count("\n") == 1
