@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := .ci/constraints.txt
+SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 LINKS := build/typing/headrace
@@ -27,7 +28,7 @@ help: ## list the targets
 .PHONY: install
 install: $(INSTALLED) $(KERNELS) ## make .venv with the pinned dependencies, this tree (editable), the compiled kernels
 
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+$(SERVING): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Headrace needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
 	       "Name another one: make PYTHON=python3.12" >&2; exit 1; }
@@ -35,20 +36,25 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	  echo "Could not make $(VENV). On Debian the module comes with: apt-get install python3-venv" >&2; exit 1; }
 	@echo "Installing into $(VENV) (torch first: what follows must find the pinned one)"
 	$(PIP) install $(TORCH_PIP_ARGS) "$$(grep '^torch==' $(CONSTRAINTS))"
-	@echo "Installing what else there is to it, tools for development included (some minutes without a word)"
+	@echo "Installing what else the server needs (a minute or two without a word)"
 	$(PIP) install -q -c $(CONSTRAINTS) setuptools wheel
+	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[server]'
+	@touch $@
+
+$(INSTALLED): $(SERVING)
+	@echo "Installing the tools for development (some minutes without a word)"
 	$(PIP) install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[server,dev]'
 	@touch $@
 
 # Without a compiler everything works, more slowly: that is said, and no reason to stop.
-$(KERNELS): $(INSTALLED) $(wildcard engine/native/kernels/*) engine/native/build.py
-	@echo "Compiling the kernels for the processor (half a minute, once)"
+$(KERNELS): $(SERVING) $(wildcard engine/native/kernels/*) engine/native/build.py
+	@echo "Compiling the kernels for the processor (half a minute to some minutes, once)"
 	@$(BIN)/python -m headrace.engine.native.build || \
 	  echo "Going on without compiled kernels: slower, and their tests are skipped." >&2
 	@touch $@
 
 .PHONY: demo
-demo: install ## serve a real model and send it twenty requests at once
+demo: $(SERVING) $(KERNELS) ## serve a real model and send it twenty requests at once
 	@$(BIN)/headrace demo
 
 # ---- checks ----------------------------------------------------------------------------------------
