@@ -119,11 +119,15 @@ async def test_health_of_nobody_is_unavailable() -> None:
 
 async def test_who_waits_asks_until_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_ASK_EVERY_S", 0.0)
-    answers = iter([Unavailable("nobody"), ServingStatus.NOT_SERVING, ServingStatus.SERVING])
+    answers: list[Unavailable | ServingStatus] = [
+        Unavailable("nobody"),
+        ServingStatus.NOT_SERVING,
+        ServingStatus.SERVING,
+    ]
 
     async def health(self: InferenceClient, service: str = "") -> ServingStatus:
         assert service == "some.Service"
-        answer = next(answers)
+        answer = answers.pop(0)
         if isinstance(answer, Unavailable):
             raise answer
         return answer
@@ -131,7 +135,7 @@ async def test_who_waits_asks_until_the_server_serves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(InferenceClient, "health", health)
     async with InferenceClient("127.0.0.1:1") as client:
         assert await client.wait_until_serving("some.Service", timeout_s=60) is ServingStatus.SERVING
-    assert list(answers) == []
+    assert answers == []
 
 
 async def test_when_the_time_is_over_the_last_answer_stands() -> None:
