@@ -332,6 +332,10 @@ class CacheLayout:
         """Tokens that all sequences together can hold."""
         return self.num_usable_blocks * self.block_size
 
+    def longest(self, max_model_len: int) -> int:
+        """The longest sequence that can be served, tokens: what the context and the whole pool allow."""
+        return min(max_model_len, self.num_tokens)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of one sequence take."""
         return -(-num_tokens // self.block_size)

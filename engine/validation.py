@@ -18,7 +18,7 @@ MAX_PRIORITY = 100
 
 def max_tokens_for(request: Request, info: ModelInfo, layout: CacheLayout) -> int:
     """Most tokens that `request` may make: its own cap, or what context and KV pool leave to its prompt."""
-    room = min(info.max_model_len, layout.num_tokens) - len(request.prompt_token_ids)
+    room = layout.longest(info.max_model_len) - len(request.prompt_token_ids)
     return room if request.stop.max_tokens is None else min(room, request.stop.max_tokens)
 
 

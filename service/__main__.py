@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from headrace.service.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_REFUSED
 from headrace.service.token_drawing import token
 
 _USAGE = """usage: headrace serve --model MODEL [options]   serve a model over gRPC; all options: serve --help
@@ -11,7 +12,6 @@ _USAGE = """usage: headrace serve --model MODEL [options]   serve a model over g
        headrace models                         list known models and those in the cache folder
        headrace draft MODEL --out DIR          make a draft model for MODEL, for speculation
        headrace token NAME [--role ROLE]       draw a bearer token, and its line for the token file"""
-_INTERRUPTED = 130
 _EXTRA = "pip install 'headrace[server]'"
 
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)
-        return _INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
@@ -46,7 +46,7 @@ def _run(arguments: list[str]) -> int:
         from headrace.service.commands import draft, models, pull, serve  # noqa: PLC0415
     except ModuleNotFoundError as error:
         print(f"headrace: the server needs {error.name}, which is not installed: {_EXTRA}", file=sys.stderr)
-        return 2
+        return EXIT_REFUSED
     commands = {"serve": serve, "pull": pull, "models": models, "draft": draft}
     match arguments:
         case [name, *flags] if name in commands:
@@ -55,10 +55,10 @@ def _run(arguments: list[str]) -> int:
             return commands[name](flags)
         case ["-h" | "--help"]:
             print(_USAGE)
-            return 0
+            return EXIT_OK
         case _:
             print(_USAGE, file=sys.stderr)
-            return 2
+            return EXIT_REFUSED
 
 
 if __name__ == "__main__":

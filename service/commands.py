@@ -17,8 +17,9 @@ from pydantic import ByteSize
 from headrace.engine import EngineError, check_model, list_models, resolve_model
 from headrace.service.config import InvalidConfig, cache_dir, environment_doubts, in_flags, load_config
 from headrace.service.drafting import make_draft
+from headrace.service.exit_codes import EXIT_OK, EXIT_REFUSED
 from headrace.service.file_watch import UnusableFile
-from headrace.service.lifecycle import EXIT_OK, EXIT_REFUSED, ModelSource, model_from_files
+from headrace.service.lifecycle import ModelSource, model_from_files
 from headrace.service.lifecycle import serve as serve_until_stopped
 from headrace.service.progress import ShownProgress
 from headrace.service.server import BindError

@@ -10,11 +10,10 @@ from typing import NoReturn
 
 from headrace.engine import DistillationSettings, DraftReport, EngineError, make_draft_model, resolve_model
 from headrace.service.config import cache_dir
-from headrace.service.lifecycle import EXIT_OK
+from headrace.service.exit_codes import EXIT_INTERRUPTED, EXIT_OK
 from headrace.service.progress import ShownProgress
 from headrace.service.telemetry import configure_logging, log
 
-_EXIT_INTERRUPTED = 130
 _USUAL = DistillationSettings(target=Path(), output=Path())
 """Where the defaults are."""
 
@@ -58,7 +57,7 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
         return refused(f"{error.name} is not installed: pip install 'headrace[server]'")
     except KeyboardInterrupt:
         log.info("broken off: the same command goes on from here", folder=str(arguments.out))
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     for line in _lines(report, arguments.model, arguments.out):
         print(line)
     return EXIT_OK

@@ -29,6 +29,7 @@ from headrace.engine import (
 from headrace.service.collector import settled_garbage
 from headrace.service.config import ServiceConfig
 from headrace.service.control import Drainer
+from headrace.service.exit_codes import EXIT_ENGINE_DIED, EXIT_OK
 from headrace.service.health import Health
 from headrace.service.listening import Listener
 from headrace.service.metrics import follow_steps
@@ -49,10 +50,6 @@ from headrace.service.telemetry import log, log_loop_fault
 from headrace.service.text import TextWorkers
 
 ModelSource = Callable[[ServiceConfig, LoadProgress], LoadedModel]
-
-EXIT_OK = 0
-EXIT_ENGINE_DIED = 1
-EXIT_REFUSED = 2
 
 _FLUSH_S = 1.0
 """Time for last messages to reach their clients."""
@@ -264,7 +261,7 @@ async def _warm_up(engine: AsyncEngine) -> None:
         EngineError: it failed.
     """
     token_id = engine.info.bos_token_id or 0
-    room = min(engine.info.max_model_len, engine.layout.num_tokens)
+    room = engine.layout.longest(engine.info.max_model_len)
     request = Request(
         request_id=RequestId("0:warm-up"),
         prompt_token_ids=(token_id,) * min(16, room - 1),

@@ -38,7 +38,7 @@ class ServedModel:
     @property
     def max_prompt_tokens(self) -> int:
         """Most tokens that a prompt may have."""
-        return min(self.engine.info.max_model_len, self.engine.layout.num_tokens)
+        return self.engine.layout.longest(self.engine.info.max_model_len)
 
     def require(self, name: str) -> None:
         """Check the model that a request names.

@@ -12,14 +12,12 @@ import typer
 
 from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
-from headrace.clients.cli_outcome import FAILED, USAGE, fail, fail_because
+from headrace.clients.cli_outcome import FAILED, INTERRUPTED, USAGE, fail, fail_because
 from headrace.clients.cli_times import duration_in
 
 if TYPE_CHECKING:
     from headrace.clients.bench import BenchResult, BenchSettings
     from headrace.clients.bench_backend import Backend
-
-INTERRUPTED = 130
 
 
 def bench(

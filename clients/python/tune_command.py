@@ -12,8 +12,7 @@ import typer
 
 from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
-from headrace.clients.bench_command import INTERRUPTED
-from headrace.clients.cli_outcome import USAGE, fail, fail_because, require_server
+from headrace.clients.cli_outcome import INTERRUPTED, USAGE, fail, fail_because, require_server
 from headrace.clients.cli_times import latency_in
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ def resolve_layout(
         layout.block_size,
         gib(layout.num_blocks * layout.block_size * token_bytes),
         layout.num_tokens,
-        min(max_model_len, layout.num_tokens),
+        layout.longest(max_model_len),
     )
     return layout
 

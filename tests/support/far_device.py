@@ -22,7 +22,7 @@ from headrace.engine.sampling import logprobs, rejection, truncation
 from headrace.engine.speculative import draft_model
 
 FAR = torch.device("meta")
-_LOOKS = (
+LOOKS = (
     "_local_scalar_dense",
     "item",
     "nonzero",
@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
         indices = [i for value in given.values() if isinstance(value, list) for i in value]
         indices = [i for i in indices if isinstance(i, Tensor)]
         if any(tensor.device == FAR for tensor in (*tensors, *indices)):
-            if name in _LOOKS:
+            if name in LOOKS:
                 self.waits.append(name)
             if name == "repeat_interleave" and given.get("output_size") is None:
                 self.waits.append("repeat_interleave without its size")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-_LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "bincount", "masked_select"}
+from tests.support.far_device import LOOKS
 
 
 class Recording(TorchDispatchMode):
@@ -35,7 +35,7 @@ class Recording(TorchDispatchMode):
         if self.is_within_kernel:
             return func(*args, **given)
         name = func.overloadpacket.__name__
-        if name in _LOOKS:
+        if name in LOOKS:
             raise RuntimeError(f"{name} while a graph is captured: the host would have to wait for a number")
         out = func(*args, **given)
         # A view is where it was, and what writes in place says itself what it has written.
