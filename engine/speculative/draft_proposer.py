@@ -20,11 +20,15 @@ MAX_CATCH_UP = 512
 """So many tokens of one sequence the draft model catches up with in one step; the rest waits for the next."""
 _PRIOR = 0.7
 _PRIOR_WEIGHT = 8.0
+_USUAL_WEIGHT = 24.0
+"""What all sequences have in common counts almost as much as what is remembered of one: else a row whose
+drafts just pay goes without them for long after a few that were refused by chance."""
 _SLOW_FORGET = 0.999
 _PLACE_WEIGHT = 6.0
 _FADES = 0.9
 _LONGEST_REST = 512
-"""After a failure a sequence goes without the draft model for a step, then two, then four, up to so many."""
+"""After a failure, or where the draft model had nothing to propose, a sequence goes without it for a step,
+then two, then four, up to so many."""
 
 
 class _State:
@@ -32,8 +36,9 @@ class _State:
 
     Args:
         num_computed: its first so many tokens have valid draft KV.
-        num_resting: so many steps it goes without the draft model, which has failed.
-        last_rest: how many it went without the last time; 0 when the draft model has done its work since.
+        num_resting: so many steps it goes without the draft model, which has failed it or had nothing to
+            propose.
+        last_rest: how many it went without the last time; 0 when the draft model has proposed since.
     """
 
     __slots__ = ("last_rest", "num_computed", "num_resting", "rate", "rates")
@@ -43,6 +48,10 @@ class _State:
         self.num_resting = self.last_rest = 0
         self.rate = KeptRate()
         self.rates = [KeptRate() for _ in range(num_places)]
+
+    def rest(self) -> None:
+        """Go without the draft model for longer than the last time."""
+        self.last_rest = self.num_resting = min(_LONGEST_REST, max(1, 2 * self.last_rest))
 
 
 class DraftModelProposer:
@@ -101,7 +110,7 @@ class DraftModelProposer:
         if state.num_resting > 0:
             state.num_resting -= 1
             return ()
-        usual = state.rate.chance(self.usual_chance, _PRIOR_WEIGHT)
+        usual = state.rate.chance(self.usual_chance, _USUAL_WEIGHT)
         return tuple(state.rates[place].chance(usual, _PLACE_WEIGHT) for place in range(most))
 
     def drafts(self, sequence: Sequence, num_tokens: int, least_chance: float = 0.0) -> Drafts:
@@ -147,11 +156,13 @@ class DraftModelProposer:
             self._rest(sequence, state)
             return
         if row.draft.num_drafts > 0:
-            state.last_rest = 0
             if outcome.num_draft_tokens == 0:
                 # The request's controls leave it nothing to propose: asking costs as much as a refused draft.
                 state.rates[0].add(is_kept=False)
                 state.rate.add(is_kept=False)
+                state.rest()
+            else:
+                state.last_rest = 0
         # The last draft was proposed and not computed; those that were refused are not the text's.
         num_valid = max(0, min(num_kept, outcome.num_draft_tokens - 1))
         state.num_computed = row.draft.end_position + num_valid
@@ -161,7 +172,7 @@ class DraftModelProposer:
     def _rest(self, sequence: Sequence, state: _State) -> None:
         """Leave a sequence in peace for some steps, then begin with it anew: what the draft model has
         computed of it may be what its failure came from."""
-        state.last_rest = state.num_resting = min(_LONGEST_REST, max(1, 2 * state.last_rest))
+        state.rest()
         state.num_computed = 0
         self._kv.drafted.forget(self._kv.block_ids(sequence.sequence_id))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-LEAST_GAIN = 1.08
+LEAST_GAIN = 1.04
 """What is won must be more than what estimates are off by, and than what rows of unequal lengths cost."""
 
 StepSeconds = Callable[[int, int], float]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -165,6 +166,22 @@ def test_what_was_saved_for_trials_never_takes_more_than_some_steps_at_once():
         harness.step(is_right=False, propose_s=3.5)
     # It is far behind by now, and catching up would take a thousand steps' time.
     assert harness.propose_s - before <= 10 * cheap(1, 0)
+
+
+def test_drafts_that_just_pay_are_made_all_along():
+    """Kept three times in ten, at an eighth of a step each: a few refused by chance end them for no row."""
+
+    def just_worth_it(num_tokens, num_context_tokens):
+        return 7.0 + 1.0 * num_tokens
+
+    draw = Random(0)
+    harness = DraftHarness(just_worth_it)
+    num_drafted = 0
+    for _ in range(24):
+        num_drafted += sum(harness.step(is_right=draw.random() < 0.3) > 0 for _ in range(125))
+        harness.end()
+        harness.begin()
+    assert num_drafted >= 0.92 * 24 * 125
 
 
 def test_a_prompt_is_not_caught_up_with_where_drafts_are_too_seldom_kept():
