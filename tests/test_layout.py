@@ -278,3 +278,21 @@ print(sorted(tops & {{"engine", "service", "clients", "proto"}}))
 def test_an_import_brings_nothing_heavy(imported: str, unwanted: tuple[str, ...]) -> None:
     code = f"import sys, {imported}; print([name for name in {unwanted!r} if name in sys.modules])"
     assert run_python(code).strip() == "[]"
+
+
+def test_help_imports_little() -> None:
+    code = """
+import contextlib, io, sys
+sys.argv = ["headrace", "--help"]
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+    from headrace.clients.cli import main
+    main()
+assert "Serving" in out.getvalue(), out.getvalue()
+print(*sys.modules)
+"""
+    modules = set(run_python(code).split())
+    # Each of them costs more than all of ours.
+    assert modules & {"asyncio", "ssl", "grpc", "google.protobuf", "numpy", "pydantic", "yaml"} == set()
+    # 14 of 344 in all when this was written; most are those of rich, which draws the help.
+    assert len({name for name in modules if name.startswith("headrace.")}) <= 18
+    assert len(modules) <= 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -167,6 +166,8 @@ def _refuse_grpc_only(control_target: str | None, *, streams: bool, bypass_cache
 
 
 def _measured(backend: Backend, settings: BenchSettings) -> BenchResult:
+    import asyncio  # noqa: PLC0415
+
     from rich.console import Console  # noqa: PLC0415
 
     from headrace.clients.bench import run_bench  # noqa: PLC0415

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -30,6 +29,8 @@ def run(
     Args:
         argument: what the command calls its argument.
     """
+    import asyncio  # noqa: PLC0415  a tenth of what `--help` takes
+
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415
 
     try:

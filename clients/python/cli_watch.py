@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import sys
 from enum import StrEnum
@@ -148,6 +147,8 @@ def timeline(
 
 
 async def _record(target: str, limits: RecordingLimits) -> StepLog:
+    import asyncio  # noqa: PLC0415
+
     from headrace.clients.control import ControlClient  # noqa: PLC0415
     from headrace.clients.timeline import record  # noqa: PLC0415
 

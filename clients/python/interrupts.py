@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Coroutine
@@ -27,6 +26,8 @@ async def interruptible(work: Coroutine[object, object, Result], *, ends_at_seco
     Raises:
         Interrupted: it was pressed.
     """
+    import asyncio  # noqa: PLC0415
+
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
     num_pressed = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
 from pathlib import Path
@@ -156,6 +155,8 @@ def tune(
 
 
 def _run(settings: TuneSettings, tuning: Tuning, budget: LatencyBudget, pictures: list[Path]) -> None:
+    import asyncio  # noqa: PLC0415
+
     from rich.console import Console  # noqa: PLC0415
 
     from headrace.clients.bench_backend import BackendError  # noqa: PLC0415
