@@ -29,7 +29,7 @@ from headrace.engine import (
 )
 from tests.support.requests import make_request
 from tests.support.speculation import Answer, CoreLoop
-from tests.support.tiny_models import write_tiny_llama
+from tests.support.tiny_models import WINDOW, write_tiny_family, write_tiny_llama
 
 NUM_PROMPTS = 32
 DRAFTS = ("perfect", "half right", "useless")
@@ -41,19 +41,24 @@ SAMPLED = (
 )
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, and draft models for it of every worth."""
-    root = tmp_path_factory.mktemp("models")
-    target = write_tiny_llama(root / "target")
-    near = write_tiny_llama(root / "near")
-    weights = load_file(near / "model.safetensors")
+def with_noise(folder: Path) -> Path:
+    """The model there, made to say something else than it did about half the time."""
+    weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     noisy = {
         name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
         for name, tensor in weights.items()
     }
-    save_file(noisy, near / "model.safetensors", metadata={"format": "pt"})
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and draft models for it of every worth."""
+    root = tmp_path_factory.mktemp("models")
+    target = write_tiny_llama(root / "target")
+    near = with_noise(write_tiny_llama(root / "near"))
     other = write_tiny_llama(root / "other", seed=99, num_hidden_layers=1)
     return {"target": target, "perfect": target, "half right": near, "useless": other}
 
@@ -195,6 +200,37 @@ def test_what_a_speculating_request_leaves_in_the_cache_is_good(servers: Servers
 
     assert ids(again) == ids(plain.answers(longer))
     assert all(answer.last.usage.num_cached_tokens >= 28 for answer in again)
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen2, upper layers windowed"])
+def test_long_texts_of_a_model_with_a_sliding_window_are_those_of_plain_decoding(
+    tmp_path: Path, variant: str
+) -> None:
+    """Twenty windows long; then the same again and on, from what the drafts left in the cache."""
+    target = write_tiny_family(tmp_path / "target", variant, max_position_embeddings=1024)
+    near = write_tiny_family(tmp_path / "near", variant, max_position_embeddings=1024)
+    config = EngineConfig(
+        model=ModelConfig(target, dtype="float32"),
+        cache=CacheConfig(block_size=4, num_blocks=1000),
+        num_threads=torch.get_num_threads(),
+        speculation=SpeculationConfig(Speculation.DRAFT_MODEL, with_noise(near), 3),
+    )
+    without = replace(config, speculation=SpeculationConfig())
+    server, plain = CoreLoop(load_model(config), config), CoreLoop(load_model(without), without)
+    asked = requests(3, 20 * WINDOW)
+
+    told = ids(server.answers(asked))
+
+    assert told == ids(plain.answers(asked))
+    assert 0.1 < server.core.load.totals.speculation.acceptance_rate < 0.9
+    longer = [
+        make_request(prompt=request.prompt_token_ids + tuple(text), max_tokens=2 * WINDOW, ignore_eos=True)
+        for request, text in zip(asked, told, strict=True)
+    ]
+    again = server.answers(longer)
+    cold = [replace(request, uses_prefix_cache=False) for request in longer]
+    assert ids(again) == ids(plain.answers(cold))
+    assert all(answer.last.usage.num_cached_tokens >= 19 * WINDOW for answer in again)
 
 
 def close(one: list[TokenLogprobs], other: list[TokenLogprobs]) -> bool:
