@@ -40,6 +40,7 @@ from headrace.engine.errors import (
     Overloaded,
     RequestFailed,
 )
+from headrace.engine.heap import give_back_memory, share_heaps
 from headrace.engine.loading import (
     check_machine,
     check_model,
@@ -159,8 +160,10 @@ __all__ = [
     "Usage",
     "check_machine",
     "check_model",
+    "give_back_memory",
     "list_models",
     "load_model",
     "make_draft_model",
     "resolve_model",
+    "share_heaps",
 ]

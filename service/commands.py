@@ -14,13 +14,21 @@ from pathlib import Path
 
 from pydantic import ByteSize
 
-from headrace.engine import EngineError, check_model, list_models, resolve_model
-from headrace.service.config import InvalidConfig, cache_dir, environment_doubts, in_flags, load_config
+from headrace.engine import EngineError, check_model, list_models, resolve_model, share_heaps
+from headrace.service.config import (
+    InvalidConfig,
+    cache_dir,
+    environment_doubts,
+    in_flags,
+    leaves_heaps_to_us,
+    load_config,
+)
 from headrace.service.drafting import make_draft
 from headrace.service.exit_codes import EXIT_OK, EXIT_REFUSED
 from headrace.service.file_watch import UnusableFile
 from headrace.service.lifecycle import ModelSource, model_from_files
 from headrace.service.lifecycle import serve as serve_until_stopped
+from headrace.service.memory import NUM_HEAPS
 from headrace.service.progress import ShownProgress
 from headrace.service.server import BindError
 from headrace.service.telemetry import configure_logging, log
@@ -40,6 +48,8 @@ def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
         config = load_config(flags)
     except InvalidConfig as error:
         return _refused(*error.problems)
+    if leaves_heaps_to_us():
+        share_heaps(NUM_HEAPS)
     configure_logging(config.log_level, config.log_format)
     for doubt in environment_doubts():
         log.warning("doubtful variable", problem=doubt)

@@ -286,6 +286,11 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def leaves_heaps_to_us() -> bool:
+    """Whether nobody has told the C library how many heaps a process's threads have."""
+    return os.environ.keys().isdisjoint(("GLIBC_TUNABLES", "MALLOC_ARENA_MAX"))
+
+
 def in_flags(message: str) -> str:
     """What the engine says of its settings, ``max_num_seqs=8``, in the words of the command line."""
 

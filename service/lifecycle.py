@@ -32,6 +32,7 @@ from headrace.service.control import Drainer
 from headrace.service.exit_codes import EXIT_ENGINE_DIED, EXIT_OK
 from headrace.service.health import Health
 from headrace.service.listening import Listener
+from headrace.service.memory import give_back_freed
 from headrace.service.metrics import follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.service.progress import ShownProgress
@@ -142,6 +143,7 @@ class _Service:
             "health-watch",
         )
         counting = begin(follow_steps(engine, self._serving.edge.metrics, time.monotonic), "step-counter")
+        tidying = begin(give_back_freed(), "freed-memory")
         hurrying = begin(self._stop.second(), "second-signal")
         draining: asyncio.Task[int] | None = None
         try:
@@ -154,7 +156,7 @@ class _Service:
                 return EXIT_ENGINE_DIED
             return self._stop.exit_code
         finally:
-            await end(dying, watching, counting, hurrying, draining)
+            await end(dying, watching, counting, tidying, hurrying, draining)
 
     async def _is_done_before_a_signal(self, task: asyncio.Future[Any]) -> bool:
         stopping = begin(self._stop.first(), "first-signal")

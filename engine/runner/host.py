@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from pathlib import Path
 
 import torch
 
-logger = logging.getLogger(__name__)
+from headrace.engine.heap import keep_freed_memory
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEEP_BYTES = 2**30
+logger = logging.getLogger(__name__)
 
 
 def prepare_host(num_threads: int | None) -> int:
@@ -26,16 +24,9 @@ def prepare_host(num_threads: int | None) -> int:
     """
     chosen = usable_cores() if num_threads is None else num_threads
     torch.set_num_threads(chosen)
-    _keep_freed_memory()
+    keep_freed_memory()
     logger.info("computing with %d thread%s (torch %s)", chosen, "s" * (chosen != 1), torch.__version__)
     return chosen
-
-
-def give_back_memory() -> None:
-    """Let the system have what is free, such as what weights were converted in; steps keep what they free."""
-    library = _c_library()
-    if library is not None:
-        library.malloc_trim(0)
 
 
 def usable_cores() -> int:
@@ -56,21 +47,3 @@ def cpu_quota(file: Path) -> int | None:
         return None
     quota, period = file.read_text().split()
     return None if quota == "max" else max(1, int(quota) // int(period))
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed: else it maps and unmaps the large temporaries of every layer anew."""
-    library = _c_library()
-    if library is not None:
-        library.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
-        library.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
-
-
-def _c_library() -> ctypes.CDLL | None:
-    """The process's own C library, if it is glibc."""
-    try:
-        library = ctypes.CDLL(None)
-    except OSError:
-        return None
-    is_glibc = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
-    return library if is_glibc else None

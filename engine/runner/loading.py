@@ -11,13 +11,14 @@ from functools import partial
 import torch
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.heap import give_back_memory
 from headrace.engine.kv.storage import available_memory, resolve_layout
 from headrace.engine.models.loader import DTYPES, check_dtype, choose_dtype, load_decoder, read_spec
 from headrace.engine.models.tokenizer import HFTokenizer, load_tokenizer
 from headrace.engine.runner.device import choose_device, explained_out_of_memory
 from headrace.engine.runner.draft_loading import load_draft
 from headrace.engine.runner.foresight import check_room
-from headrace.engine.runner.host import give_back_memory, prepare_host
+from headrace.engine.runner.host import prepare_host
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.runner.placement import Placement
 from headrace.engine.runner.protocol import LoadedModel, LoadProgress

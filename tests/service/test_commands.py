@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.service import commands, memory
 from headrace.service.__main__ import main
 from headrace.service.commands import pull, serve
 from tests.support.tiny_models import write_tiny_llama
@@ -17,6 +18,23 @@ ROOT = Path(__file__).parents[2]
 def test_a_wrong_flag_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve(["--modl", "x"]) == 2
     assert capsys.readouterr().err == "headrace: --modl is not known: did you mean --model?\n"
+
+
+@pytest.mark.parametrize(("environment", "told"), [({}, [memory.NUM_HEAPS]), ({"MALLOC_ARENA_MAX": "4"}, [])])
+def test_a_server_has_few_heaps_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], told: list[int]
+) -> None:
+    async def served(*_: object) -> int:
+        return 0
+
+    seen: list[int] = []
+    monkeypatch.setattr(commands, "share_heaps", seen.append)
+    monkeypatch.setattr(commands, "serve_until_stopped", served)
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert serve(["--model", "some"]) == 0
+    assert seen == told
 
 
 @pytest.mark.parametrize("argv", [[], ["dance"], ["--help", "serve"]])

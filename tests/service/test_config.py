@@ -14,6 +14,7 @@ from headrace.service.config import (
     default_cache_dir,
     environment_doubts,
     in_flags,
+    leaves_heaps_to_us,
     let_threads_sleep,
     load_config,
     quiet_grpc,
@@ -330,3 +331,14 @@ def test_threads_sleep_soon_unless_somebody_says_otherwise(
         monkeypatch.setenv(name, value)
     let_threads_sleep()
     assert os.environ.get("GOMP_SPINCOUNT") == spin_count
+
+
+@pytest.mark.parametrize("said", [None, "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_heaps_are_left_to_us_unless_somebody_has_said_how_many(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    if said is not None:
+        monkeypatch.setenv(said, "1")
+    assert leaves_heaps_to_us() == (said is None)
