@@ -13,7 +13,7 @@ import grpc
 
 from headrace.service.door import Door
 from headrace.service.server import BindError, Endpoint, bind
-from headrace.service.tasks import begin
+from headrace.service.tasks import begin, end
 from headrace.service.telemetry import log, places_of
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -29,7 +29,7 @@ class Listener:
         port_flag: how the operator names the port.
         credentials: for TLS; None is plain text.
         stream_grace_s: how long the streams of a server that fell may go on, seconds. What had reached it and
-            was not taken up waits as long, then gets UNAVAILABLE: the shorter, the sooner it may come again.
+            was not taken up waits until they have ended, then gets UNAVAILABLE and may come again.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Listener:
         self._door = Door()
         self._server = make(self._door)
         self.endpoint = Endpoint(endpoint.host, bind(self._server, endpoint, port_flag, credentials))
-        self._fallen: list[tuple[grpc.aio.Server, Door]] = []
-        self._stopping: list[asyncio.Task[None]] = []
+        # Servers that fell and are not closed yet, by what closes them.
+        self._fallen: dict[asyncio.Task[None], tuple[grpc.aio.Server, Door]] = {}
 
     async def start(self) -> None:
         """Begin to accept."""
@@ -67,10 +67,11 @@ class Listener:
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting, once nothing runs any more or `grace_s` seconds are over; see `Door.close`."""
-        everything = ((self._server, self._door), *self._fallen)
+        closing = list(self._fallen)
+        everything = ((self._server, self._door), *self._fallen.values())
         await asyncio.gather(*(door.close(server, grace_s) for server, door in everything))
         # A shorter grace ends the longer one that a fallen server was given.
-        await asyncio.gather(*self._stopping)
+        await end(*closing)
 
     async def _answers(self) -> bool:
         host = _ANY_ADDRESS.get(self.endpoint.host, self.endpoint.host)
@@ -94,8 +95,8 @@ class Listener:
             # The next look tries again.
             log.critical("the port can't be opened", port=self.endpoint.port, reason=str(error))
             return
-        fallen = self._server
-        self._fallen.append((fallen, self._door))
+        closing = begin(self._door.close(self._server, self._stream_grace_s), "fallen-port")
+        self._fallen[closing] = (self._server, self._door)
+        closing.add_done_callback(lambda _: self._fallen.pop(closing))
         self._server, self._door = fresh, door
         await fresh.start()
-        self._stopping.append(begin(fallen.stop(self._stream_grace_s), "fallen-port"))

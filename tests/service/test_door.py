@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
@@ -18,6 +18,7 @@ from headrace.service.edge import Edge
 from headrace.service.health import Health
 from headrace.service.limits import Limits
 from headrace.service.server import Endpoint, bind, make_health_server
+from tests.support.fake_call import FakeCall
 from tests.support.service import until
 
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
@@ -107,20 +108,6 @@ async def test_who_comes_late_is_held_until_the_connection_goes(served: Served) 
     await holding
 
 
-@dataclass
-class Call:
-    """gRPC's side of a call: whoever asks is told when it is over."""
-
-    callbacks: list[Callable[[object], None]] = field(default_factory=list)
-
-    def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        self.callbacks.append(callback)
-
-    def end(self) -> None:
-        for callback in self.callbacks:
-            callback(self)
-
-
 class StoppableServer:
     """Notes that it was stopped."""
 
@@ -133,7 +120,7 @@ class StoppableServer:
 
 async def test_who_came_in_as_the_last_one_left_has_the_grace_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "_QUIET_S", 0.0)
-    door, server, first, second = Door(), StoppableServer(), Call(), Call()
+    door, server, first, second = Door(), StoppableServer(), FakeCall(), FakeCall()
     door.enter(cast(Any, first))
     closing = asyncio.create_task(door.close(cast(Any, server), grace_s=60.0))
     await asyncio.sleep(0)

@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from headrace.engine import AsyncEngine
+from headrace.service import door as door_module
 from headrace.service import listening
 from headrace.service.door import Door
 from headrace.service.health import Health
@@ -21,6 +25,7 @@ from headrace.service.text import TextWorkers
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.support import http2
+from tests.support.fake_call import FakeCall
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import PROMPT, Gate, ids_of, make_start, until
@@ -116,3 +121,76 @@ async def test_a_look_that_fails_for_another_reason_opens_no_port_again(
     async with looked_after(Listener(make, Endpoint("127.0.0.1", 0), "--port", stream_grace_s=30.0)):
         await until(lambda: num_looks > 3)
     assert num_made == 1
+
+
+class FakeServer:
+    """Listens nowhere, and notes that it was started and stopped."""
+
+    def __init__(self) -> None:
+        self.is_started = False
+        self.is_stopped = False
+
+    async def start(self) -> None:
+        self.is_started = True
+
+    async def stop(self, grace_s: float | None) -> None:
+        self.is_stopped = True
+
+
+@dataclass
+class FallingPort:
+    """A port whose first look finds nobody, the servers made for it in turn, and their doors."""
+
+    listener: Listener
+    servers: list[FakeServer]
+    doors: list[Door]
+
+
+@pytest.fixture
+def falling_port(monkeypatch: pytest.MonkeyPatch) -> FallingPort:
+    servers, doors = list[FakeServer](), list[Door]()
+
+    def make(door: Door) -> grpc.aio.Server:
+        servers.append(FakeServer())
+        doors.append(door)
+        return cast(grpc.aio.Server, servers[-1])
+
+    async def answers(listener: Listener) -> bool:
+        return len(servers) > 1
+
+    monkeypatch.setattr(listening, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(door_module, "_QUIET_S", 0.0)
+    monkeypatch.setattr(listening, "bind", lambda *_: 1)
+    monkeypatch.setattr(Listener, "_answers", answers)
+    listener = Listener(make, Endpoint("127.0.0.1", 0), "--port", stream_grace_s=1000.0)
+    return FallingPort(listener, servers, doors)
+
+
+async def test_a_server_that_fell_is_closed_by_its_door_when_its_last_call_has_ended(
+    falling_port: FallingPort,
+) -> None:
+    servers, call = falling_port.servers, FakeCall()
+    falling_port.doors[0].enter(cast(Any, call))
+    async with looked_after(falling_port.listener):
+        await until(lambda: len(servers) > 1 and servers[1].is_started)
+        fallen = weakref.ref(servers[0])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not servers[0].is_stopped, "its call has as long as is promised"
+        call.end()
+        await until(lambda: servers[0].is_stopped)
+        assert not servers[1].is_stopped
+        # However often a port falls, nothing of it is kept.
+        servers[0] = servers[1]
+        await until(lambda: fallen() is None)
+
+
+async def test_the_end_of_a_port_does_not_wait_for_the_calls_of_a_server_that_fell(
+    falling_port: FallingPort,
+) -> None:
+    servers = falling_port.servers
+    falling_port.doors[0].enter(cast(Any, FakeCall()))
+    async with looked_after(falling_port.listener):
+        await until(lambda: len(servers) > 1 and servers[1].is_started)
+        await falling_port.listener.stop(0.0)
+        assert [server.is_stopped for server in servers] == [True, True]
