@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.config import CacheConfig, CacheLayout
+from headrace.engine.control_group import ControlGroup
 from headrace.engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -201,36 +201,8 @@ def available_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free
     free = psutil.virtual_memory().available
-    group_free = control_group_free(Path("/sys/fs/cgroup"))
+    group_free = ControlGroup().free_memory()
     return free if group_free is None else min(free, group_free)
-
-
-def control_group_free(root: Path) -> int | None:
-    """What the control group still allows, bytes; None where it sets no limit. Version 2, then version 1."""
-    for limit_name, usage_name, stat_name, cache_key in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        if not (root / limit_name).is_file() or not (root / usage_name).is_file():
-            continue
-        limit, usage = ((root / name).read_text().strip() for name in (limit_name, usage_name))
-        if limit == "max":
-            return None
-        # Files that were read lately, a model's for one, are let go where memory is asked for.
-        return max(0, int(limit) - int(usage) + min(int(usage), _stat(root / stat_name, cache_key)))
-    return None
-
-
-def _stat(file: Path, key: str) -> int:
-    if not file.is_file():
-        return 0
-    values = dict(line.split() for line in file.read_text().splitlines())
-    return int(values.get(key, 0))
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 import torch
 
+from headrace.engine.control_group import ControlGroup
 from headrace.engine.heap import keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -32,18 +32,6 @@ def prepare_host(num_threads: int | None) -> int:
 def usable_cores() -> int:
     """Cores that this process may use: torch's own count, within the affinity mask and the group's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
+    quota = ControlGroup().num_cores()
     cores = min(torch.get_num_threads(), allowed)
     return max(1, cores if quota is None else min(cores, quota))
-
-
-def cpu_quota(file: Path) -> int | None:
-    """Whole cores that a control group may use at once, one at least; None where it sets no limit.
-
-    Args:
-        file: its ``cpu.max``, which need not exist.
-    """
-    if not file.is_file():
-        return None
-    quota, period = file.read_text().split()
-    return None if quota == "max" else max(1, int(quota) // int(period))

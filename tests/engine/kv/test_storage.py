@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headrace.engine.config import CacheConfig, CacheLayout
+from headrace.engine.control_group import ControlGroup
 from headrace.engine.errors import ConfigError
+from headrace.engine.kv import storage
 from headrace.engine.kv.storage import (
     DEFAULT_MEMORY_FRACTION,
     KVShape,
     KVStorage,
     available_memory,
     block_size_for,
-    control_group_free,
     resolve_layout,
 )
 
@@ -161,30 +162,10 @@ def test_some_memory_is_available_here() -> None:
     assert available_memory(torch.device("cpu")) > 0
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"memory.max": "1000\n", "memory.current": "300\n"}, 700),
-        (
-            {
-                "memory.max": "1000\n",
-                "memory.current": "900\n",
-                "memory.stat": "anon 500\ninactive_file 300\n",
-            },
-            400,
-        ),
-        ({"memory.max": "max\n", "memory.current": "300\n"}, None),
-        ({"memory.max": "100\n", "memory.current": "300\n"}, 0),
-        ({"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "1\n"}, 999),
-        ({}, None),
-    ],
-    ids=["limit", "files that can go", "no limit", "over the limit", "version 1", "no group"],
-)
-def test_a_control_group_limits_what_is_available(
-    tmp_path: Path, files: dict[str, str], expected: int | None
+@pytest.mark.parametrize(("group_free", "expected"), [(1000, 1000), (None, 10_000), (2**62, 10_000)])
+def test_what_is_available_is_what_machine_and_control_group_leave(
+    monkeypatch: pytest.MonkeyPatch, group_free: int | None, expected: int
 ) -> None:
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-
-    assert control_group_free(tmp_path) == expected
+    monkeypatch.setattr(ControlGroup, "free_memory", lambda _: group_free)
+    monkeypatch.setattr(storage.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    assert available_memory(torch.device("cpu")) == expected

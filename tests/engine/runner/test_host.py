@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from headrace.engine.runner.host import cpu_quota, prepare_host, usable_cores
+from headrace.engine.runner.host import prepare_host, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +32,3 @@ def test_the_configured_number_holds_in_every_thread() -> None:
 def test_without_one_it_takes_what_it_may_use() -> None:
     assert prepare_host(None) == usable_cores() == torch.get_num_threads()
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [("200000 100000\n", 2), ("150000 100000\n", 1), ("50000 100000\n", 1), ("max 100000\n", None)],
-)
-def test_the_quota_of_the_control_group(tmp_path: Path, content: str, expected: int | None) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(content)
-
-    assert cpu_quota(file) == expected
-
-
-def test_no_control_group_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path / "cpu.max") is None
