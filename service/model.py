@@ -8,7 +8,7 @@ from headrace.service.interceptors import Context
 from headrace.service.options import default_sampling, default_sampling_to_proto
 from headrace.service.scoring import score
 from headrace.service.serving import ServedModel, Serving
-from headrace.service.violations import chat_violations, text_violations, token_id_violations
+from headrace.service.violations import chat_violations, num_bytes, text_violations, token_id_violations
 from headrace.v1 import model_pb2, model_pb2_grpc
 
 
@@ -45,7 +45,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
                 token_ids=ids, tokens=tokenizer.spellings(ids) if request.with_tokens else ()
             )
 
-        return await served.texts.run(len(request.text), work)
+        return await served.texts.run(num_bytes(request.text), work)
 
     async def Detokenize(
         self, request: model_pb2.DetokenizeRequest, context: Context

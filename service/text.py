@@ -1,10 +1,17 @@
-"""Text work (encode, decode, render) off the event loop: a few threads, a bounded line before them."""
+"""Text work (encode, decode, render) off the event loop: a few threads, a bounded line before them.
+
+To encode a text takes a hundred times its size in memory. However many threads there are, and whatever is
+given up meanwhile, they work on no more at once than one text of the longest kind.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from headrace.engine import Chat, InvalidRequest, LibraryPanic, Overloaded, Tokenizer
@@ -29,6 +36,7 @@ class TextWorkers:
     def __init__(self, num_threads: int, limits: Limits) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="headrace-text")
         self._limits = limits
+        self._desk = _Desk(limits.max_text_bytes)
         self._num_pending = 0
         self._pending_size = 0
 
@@ -49,10 +57,15 @@ class TextWorkers:
             raise Overloaded(
                 f"{self._num_pending} texts of {self._pending_size} bytes wait to be encoded", _RETRY_AFTER_S
             )
+
+        def worked_on() -> T:
+            with self._desk.room_for(size):
+                return _contained(work)
+
         self._num_pending += 1
         self._pending_size += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, _contained, work)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, worked_on)
         finally:
             self._num_pending -= 1
             self._pending_size -= size
@@ -73,7 +86,7 @@ class TextWorkers:
                     refuse_hopeless(prompt, most_tokens, tokenizer)
                     return tuple(tokenizer.encode(prompt))
 
-                return await self.run(len(prompt), work)
+                return await self.run(num_bytes(prompt), work)
             case Chat():
                 # As the engine calls it, which counts the tokens of what passes.
                 return (await self.render(tokenizer, prompt, most_tokens, "prompt"))[1]
@@ -130,6 +143,41 @@ class TextWorkers:
     def close(self) -> None:
         """Take no more; what has not begun is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class _Desk:
+    """What threads work on at once, in the order in which they come.
+
+    Args:
+        most: bytes; what is more has the desk for itself.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken = 0
+        self._line: deque[object] = deque()
+        self._has_changed = threading.Condition()
+
+    @contextmanager
+    def room_for(self, size: int) -> Iterator[None]:
+        """Wait until there is room, and have it within the block."""
+        place = object()
+
+        def is_next() -> bool:
+            return self._line[0] is place and (not self._taken or self._taken + size <= self._most)
+
+        with self._has_changed:
+            self._line.append(place)
+            self._has_changed.wait_for(is_next)
+            self._line.popleft()
+            self._taken += size
+            self._has_changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._has_changed:
+                self._taken -= size
+                self._has_changed.notify_all()
 
 
 def _contained(work: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,6 +10,7 @@ from headrace.engine import Chat, ChatMessage, InvalidRequest, NoChatTemplate, O
 from headrace.service.limits import Limits
 from headrace.service.text import TextWorkers
 from tests.support.fake_runner import BOS, FakeTokenizer
+from tests.support.service import until
 
 
 @pytest.fixture
@@ -60,6 +61,52 @@ async def test_work_that_is_given_up_frees_its_room(workers: TextWorkers) -> Non
     gate.set()
     assert await waiting == "room"
     assert await held[0]
+
+
+class Desk:
+    """Pieces of work that last until they are told to end, and how much several of them had together."""
+
+    def __init__(self) -> None:
+        self.most_shared = 0
+        self.begun: list[int] = []
+        self._sizes: list[int] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Semaphore(0)
+
+    def work(self, size: int) -> Callable[[], int]:
+        def done() -> int:
+            with self._lock:
+                self._sizes.append(size)
+                self.begun.append(size)
+                if len(self._sizes) > 1:
+                    self.most_shared = max(self.most_shared, sum(self._sizes))
+            assert self._ended.acquire(timeout=60)
+            with self._lock:
+                self._sizes.remove(size)
+            return size
+
+        return done
+
+    def end(self, number: int = 1) -> None:
+        self._ended.release(number)
+
+
+async def test_threads_work_on_no_more_at_once_than_one_longest_text_and_in_turn() -> None:
+    workers, desk = TextWorkers(4, Limits(max_text_bytes=100)), Desk()
+    sizes = (40, 60, 100, 1, 2, 400, 3)
+    try:
+        waiting = [asyncio.create_task(workers.run(size, desk.work(size))) for size in sizes]
+        await until(lambda: len(desk.begun) >= 2)
+        # Whoever gives up gives up his answer: what a thread has begun takes its memory to the end.
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        assert desk.begun == [40, 60]
+        desk.end(len(sizes))
+        assert await asyncio.gather(*waiting[1:]) == list(sizes[1:])
+    finally:
+        workers.close()
+    assert desk.most_shared <= 100, "a text that is longer has the desk for itself"
+    assert [size for size in desk.begun if size >= 100] == [100, 400]
 
 
 @pytest.mark.parametrize(
