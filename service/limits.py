@@ -40,6 +40,10 @@ class Limits:
             encoded, before its messages wait too.
         max_session_backlog_bytes: size of the starts that wait to be encoded, before the same happens.
         max_remembered_labels: ended requests that one Session tells from ids that it has never seen.
+        keepalive_s, keepalive_timeout_s: after so long without a word a peer is asked for a sign of life, and
+            has so long to give one, seconds; else its connection is closed, and its calls end.
+        min_ping_interval_s: a peer that asks for signs of life more often, with nothing else said, is hung up
+            on after some times, seconds.
         slow_reader_s: longest time that one message may wait for its reader before the RPC is cut, and that a
             request may wait for credit or acknowledgement before it is given up, seconds.
         max_unread_bytes: most output that may wait for the reader of one Session before it is cut.
@@ -75,6 +79,9 @@ class Limits:
     max_session_backlog: int = 1024
     max_session_backlog_bytes: int = 16 * 2**20
     max_remembered_labels: int = 16_384
+    keepalive_s: float = 60.0
+    keepalive_timeout_s: float = 20.0
+    min_ping_interval_s: float = 5.0
     slow_reader_s: float = 60.0
     max_unread_bytes: int = 64 * 2**20
     detach_grace_s: float = 60.0

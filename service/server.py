@@ -244,12 +244,14 @@ def _make_server(
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
             # Whoever connects and then says nothing, or too little, is hung up on.
             ("grpc.server_handshake_timeout_ms", 10_000),
-            # A peer that vanished without a word is noticed within keepalive time + timeout.
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
+            # A peer that vanished without a word is noticed within the two together.
+            ("grpc.keepalive_time_ms", round(1e3 * limits.keepalive_s)),
+            ("grpc.keepalive_timeout_ms", round(1e3 * limits.keepalive_timeout_s)),
+            # What really bounds the wait for an answer: a minute by default, whatever the line above says.
+            ("grpc.http2.ping_timeout_ms", round(1e3 * limits.keepalive_timeout_s)),
             # Clients may ping every 10 s, calls or none; else a long silent call dies of "too many pings".
             ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", round(1e3 * limits.min_ping_interval_s)),
             ("grpc.http2.max_pings_without_data", 0),
         ],
     )

@@ -78,6 +78,8 @@ def open_channel(
     arguments: list[tuple[str, int | str]] = [
         ("grpc.keepalive_time_ms", round(options.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(options.keepalive_timeout_s * 1000)),
+        # What really bounds the wait for an answer: a minute by default, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", round(options.keepalive_timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),

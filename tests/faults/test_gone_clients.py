@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
+from headrace.service.limits import Limits
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest, SessionRequest, StartGeneration
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.support.aftermath import until_idle
@@ -30,6 +31,7 @@ from tests.support.service import (
 )
 
 ENDINGS = {"cut": grpc.StatusCode.UNAVAILABLE, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED}
+NEVER_REACHED = 15_000
 LONG_PROMPT = tuple(i % 90 + 1 for i in range(100))
 
 
@@ -60,13 +62,14 @@ async def until_begun(service: RunningService, gate: Gate, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["queued", "prefill", "decode"])
-@pytest.mark.parametrize("way", ["cancel", "close", "cut", "deadline"])
+@pytest.mark.parametrize("way", ["cancel", "close", "cut", "freeze", "deadline"])
 @pytest.mark.parametrize("kind", ["Generate", "GenerateOnce", "Session"])
 async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, moment: str) -> None:
     gate = Gate()
     model = make_fake_model(before_step=gate, num_blocks=4096, max_model_len=16_000)
     config = make_config(max_num_seqs=1 if moment == "queued" else 4)
-    async with running_service(model, config) as service:
+    limits = Limits(keepalive_s=0.2, keepalive_timeout_s=0.2) if way == "freeze" else Limits()
+    async with running_service(model, config, limits) as service:
         neighbour = asyncio.create_task(generate_ids(service, make_start(max_tokens=30)))
         if moment == "queued":
             await until(lambda: gate.num_steps == 1)
@@ -76,7 +79,7 @@ async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, mom
             gate.opened.clear()
             gate.num_steps = 0
         prompt = PROMPT if moment == "decode" else LONG_PROMPT
-        start = make_start(prompt=prompt, max_tokens=10_000)
+        start = make_start(prompt=prompt, max_tokens=NEVER_REACHED)
         async with (
             breakable_link(service.address) as link,
             grpc.aio.insecure_channel(
@@ -95,12 +98,19 @@ async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, mom
                 case "cut":
                     # As when its process is killed: the connection ends, and no word of its calls.
                     link.cut()
+                case "freeze":
+                    # Nobody tells the server anything: it has to ask.
+                    link.freeze()
+                    gate.open()
+                    await until_idle(service.control)
+                    call.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 code = await call.code()
                 assert code is ENDINGS.get(way, grpc.StatusCode.CANCELLED)
         gate.open()
         assert await neighbour == expected_output(PROMPT, 30)
-        await until_idle(service.control)
+        load = await until_idle(service.control)
+        assert load.totals.decode_tokens < NEVER_REACHED
         assert await generate_ids(service, make_start()) == expected_output(PROMPT, 8)
 
 

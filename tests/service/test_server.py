@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
@@ -9,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from headrace.clients.connection import ConnectionOptions
 from headrace.service.edge import Edge
 from headrace.service.health import Health
 from headrace.service.limits import Limits
@@ -16,6 +18,7 @@ from headrace.service.server import BindError, Endpoint, bind, make_health_serve
 from headrace.v1.generation_pb2 import GenerateRequest, GenerateResponse, StartGeneration
 from headrace.v1.model_pb2 import GetModelRequest, TokenizeRequest
 from headrace.v1.model_pb2_grpc import ModelServiceStub
+from tests.support import http2
 from tests.support.connections import connections
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.service import (
@@ -132,3 +135,26 @@ async def test_a_message_just_under_the_default_limit_of_grpc_and_over_it_passes
             await generate(service, StartGeneration(text="x" * (5 * 2**20)))
     # It came through to the engine, which has no room for it.
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_silent_connection_may_ask_for_signs_of_life_as_often_as_is_said() -> None:
+    # gRPC by itself hangs up on who asks more often than every two hours, or five minutes with a call.
+    assert Limits().min_ping_interval_s <= 10 < ConnectionOptions().keepalive_time_s
+    async with running_service(limits=Limits(min_ping_interval_s=0.01)) as service:
+        host, _, port = service.address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(http2.opening())
+        for number in range(8):
+            await asyncio.sleep(0.05)
+            writer.write(http2.ping(number))
+            assert await kind_of_answer(reader) == http2.PING
+        writer.close()
+
+
+async def kind_of_answer(reader: asyncio.StreamReader) -> int:
+    """The kind of the next frame that is an acknowledged ping or the end of the connection."""
+    while True:
+        head = await reader.readexactly(9)
+        await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if head[3] == http2.GOAWAY or (head[3] == http2.PING and head[4] & http2.ACK):
+            return head[3]

@@ -19,12 +19,19 @@ class BreakableLink:
         self.address = ""
         self.num_connections = 0
         self._open: set[asyncio.StreamWriter] = set()
+        self._is_flowing = asyncio.Event()
+        self._is_flowing.set()
 
     def cut(self) -> None:
         """Break all connections that there are, without a word."""
         for writer in self._open:
             writer.transport.abort()
         self._open.clear()
+        self._is_flowing.set()
+
+    def freeze(self) -> None:
+        """Pass nothing on any more, though all connections stay: as when a cable is pulled."""
+        self._is_flowing.clear()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass one connection on, both ways, until either side ends it."""
@@ -36,16 +43,16 @@ class BreakableLink:
             writer.transport.abort()
             return
         self._open |= {writer, back}
-        await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+        await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
         self._open -= {writer, back}
 
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(2**16):
+                await self._is_flowing.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 @asynccontextmanager
