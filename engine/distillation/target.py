@@ -12,7 +12,7 @@ from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.attention.select import select_backend
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout, ModelConfig
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
@@ -74,8 +74,8 @@ class Teacher:
 
     def _backend(self, num_blocks: int) -> AttentionBackend:
         if self._attention is None or num_blocks > self._num_blocks:
-            spec = self._decoder.spec
-            shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, self._decoder.dtype)
-            storage = KVStorage(CacheLayout(num_blocks, _BLOCK_SIZE), shape, torch.device("cpu"))
+            storage = KVStorage(
+                CacheLayout(num_blocks, _BLOCK_SIZE), self._decoder.kv_shape, torch.device("cpu")
+            )
             self._attention, self._num_blocks = select_backend("auto", storage), num_blocks
         return self._attention

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionStep
+from headrace.engine.kv.storage import KVShape
 from headrace.engine.models.decoder_layer import DecoderLayer, WeightSource, make_norm
 from headrace.engine.models.layers import make_linear, soft_capped
 from headrace.engine.models.reduced_head import ReducedHead
@@ -71,6 +72,12 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Type of activations, and of K and V."""
         return self._embedding.dtype
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What its keys and values take per token, kept as it computes them."""
+        spec = self.spec
+        return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.dtype)
 
     @property
     def device(self) -> torch.device:

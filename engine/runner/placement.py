@@ -10,7 +10,7 @@ from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.attention.select import AttentionTask, choose_backend, compute_capability
 from headrace.engine.config import CacheLayout, EngineConfig, SchedulerConfig
 from headrace.engine.errors import ConfigError
-from headrace.engine.kv.storage import KVShape, KVStorage, available_memory, block_size_for
+from headrace.engine.kv.storage import KVStorage, available_memory, block_size_for
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.spec import DecoderSpec
 from headrace.engine.runner.cuda_graphs import CudaGraphMaker, DecodeGraphs, graph_reserve
@@ -42,7 +42,7 @@ class Placement:
     def __init__(self, config: EngineConfig, decoder: Decoder, max_model_len: int) -> None:
         spec = decoder.spec
         self._config, self._decoder, self._max_model_len = config, decoder, max_model_len
-        self.shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
+        self.shape = decoder.kv_shape
         task = attention_task(config, decoder.device, spec, decoder.dtype)
         self._choice = choose_backend(config.model.attention_backend, task)
 

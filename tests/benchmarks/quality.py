@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.engine.attention.select import select_backend
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout, ModelConfig
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
@@ -56,10 +56,8 @@ VARIANTS = (
 
 def log_probs_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
     """What the model says of each next token: (tokens - 1, V)."""
-    spec = decoder.spec
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    storage = KVStorage(CacheLayout(num_blocks + 1, BLOCK_SIZE), shape, decoder.device)
+    storage = KVStorage(CacheLayout(num_blocks + 1, BLOCK_SIZE), decoder.kv_shape, decoder.device)
     row = ScheduledSequence(
         sequence_id=SequenceId(0),
         first_position=0,

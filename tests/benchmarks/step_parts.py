@@ -55,7 +55,7 @@ from headrace.engine.attention.backend import (
 )
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import CacheLayout
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
@@ -149,11 +149,10 @@ def load(config: EngineConfig) -> tuple[LoadedModel, MarkedRunner]:
     """A model whose runner takes notes, over a pool with room for all slots."""
     device = torch.device("cpu")
     loaded = load_decoder(config.model, device)
-    decoder, spec = loaded.decoder, loaded.decoder.spec
+    decoder = loaded.decoder
     layout = CacheLayout((config.cache.num_blocks or 1) + 1, BLOCK_SIZE)
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
     moments = Moments()
-    backend = MarkedBackend(select_backend("auto", KVStorage(layout, shape, device)), moments)
+    backend = MarkedBackend(select_backend("auto", KVStorage(layout, decoder.kv_shape, device)), moments)
     runner = MarkedRunner(ModelRunner(MarkedModel(decoder, moments), backend, layout), moments)
     tokenizer = load_tokenizer(config.model.path)
     return LoadedModel(loaded.info, layout, runner, tokenizer), runner

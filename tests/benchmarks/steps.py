@@ -30,7 +30,7 @@ from headrace.engine.attention.backend import (
 )
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import CacheLayout, ModelConfig
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.runner.host import prepare_host
@@ -106,10 +106,8 @@ class Bench:
     ) -> None:
         device = torch.device("cpu")
         decoder = load_decoder(model, device).decoder
-        spec = decoder.spec
         layout = CacheLayout(num_tokens // block_size + 1, block_size)
-        shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-        storage = KVStorage(layout, shape, device)
+        storage = KVStorage(layout, decoder.kv_shape, device)
         storage.key.normal_()
         storage.value.normal_()
         self._clock = clock

@@ -26,7 +26,7 @@ from headrace.engine import (
 from headrace.engine.attention.backend import AttentionStep
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.config import CacheLayout
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import LoadedDecoder, load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
@@ -71,9 +71,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedDecoder, Pat
 
 
 def backend(decoder: Decoder) -> CpuBackend:
-    spec = decoder.spec
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    return CpuBackend(KVStorage(LAYOUT, shape, torch.device("cpu")))
+    return CpuBackend(KVStorage(LAYOUT, decoder.kv_shape, torch.device("cpu")))
 
 
 def never(call: int) -> bool:

@@ -18,7 +18,7 @@ import torch
 from headrace.engine import CacheConfig, EngineConfig, LoadedModel, ModelConfig, SchedulerConfig
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.config import CacheLayout
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.model_runner import ModelRunner
@@ -187,10 +187,10 @@ def faulty_model(folder: Path, fault: Fault) -> LoadedModel:
     if fault.kind is FaultKind.SLOW_LOADER:
         fault.wait()
     loaded = load_decoder(ModelConfig(folder, dtype="float32"), torch.device("cpu"))
-    decoder, spec = loaded.decoder, loaded.decoder.spec
+    decoder = loaded.decoder
     storage = KVStorage(
         LAYOUT,
-        KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype),
+        decoder.kv_shape,
         torch.device("cpu"),
     )
     model = PoisonedDecoder(decoder, POISON) if fault.kind is FaultKind.NAN_ROW else decoder

@@ -11,7 +11,7 @@ import torch
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.errors import ConfigError
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import choose_weight_kind, load_decoder
 from headrace.engine.native.backend import NativeCpuBackend
@@ -44,7 +44,7 @@ def logits_of(decoder: Decoder, rows: tuple[int, ...]) -> torch.Tensor:
     ]
     storage = KVStorage(
         CacheLayout(1 + BLOCKS_PER_ROW * len(LENGTHS), 16),
-        KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype),
+        decoder.kv_shape,
         CPU,
     )
     plan = StepPlan(

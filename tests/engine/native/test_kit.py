@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout, ModelConfig
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.native.backend import NativeCpuBackend
@@ -43,7 +43,7 @@ class Runs:
         spec = decoder.spec
         storage = KVStorage(
             CacheLayout(1 + BLOCKS_PER_ROW * len(LENGTHS), BLOCK_SIZE),
-            KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype),
+            decoder.kv_shape,
             CPU,
         )
         self._decoder, self._backend = decoder, NativeCpuBackend(storage, library)

@@ -68,9 +68,7 @@ def load(folder: Path, dtype: str, library: NativeLibrary, weight_dtype: str = "
 
 
 def storage_of(decoder: Decoder) -> KVStorage:
-    spec = decoder.spec
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    return KVStorage(CacheLayout(1 + BLOCKS_PER_ROW * len(LENGTHS), 16), shape, CPU)
+    return KVStorage(CacheLayout(1 + BLOCKS_PER_ROW * len(LENGTHS), 16), decoder.kv_shape, CPU)
 
 
 def plan_of(vocab_size: int, *, first: int) -> StepPlan:

@@ -14,7 +14,7 @@ from headrace.engine.attention.reference import ReferenceBackend
 from headrace.engine.batch import build_batch
 from headrace.engine.config import CacheLayout, ModelConfig
 from headrace.engine.errors import IntegrityError
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
@@ -63,9 +63,7 @@ def make_runner(
     make_backend: Callable[[KVStorage], AttentionBackend] = CpuBackend,
     model: ForwardModel | None = None,
 ) -> ModelRunner:
-    spec = decoder.spec
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    storage = KVStorage(layout, shape, torch.device("cpu"))
+    storage = KVStorage(layout, decoder.kv_shape, torch.device("cpu"))
     return ModelRunner(decoder if model is None else model, make_backend(storage), layout)
 
 
@@ -202,9 +200,7 @@ def test_plans_that_it_can_not_run_are_refused(decoder: Decoder) -> None:
 
 def test_warming_up_leaves_no_trace(decoder: Decoder) -> None:
     layout = CacheLayout(8, 4)
-    spec = decoder.spec
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    storage = KVStorage(layout, shape, torch.device("cpu"))
+    storage = KVStorage(layout, decoder.kv_shape, torch.device("cpu"))
 
     ModelRunner(decoder, CpuBackend(storage), layout).warm_up(num_prefill_tokens=70, num_decode_rows=3)
 

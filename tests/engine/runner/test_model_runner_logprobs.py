@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionStep
 from headrace.engine.attention.cpu import CpuBackend
 from headrace.engine.config import CacheLayout, ModelConfig
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.models.loader import load_decoder
@@ -52,9 +52,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def make_runner(decoder: Decoder, layout: CacheLayout, model: ForwardModel | None = None) -> ModelRunner:
-    spec = decoder.spec
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    storage = KVStorage(layout, shape, torch.device("cpu"))
+    storage = KVStorage(layout, decoder.kv_shape, torch.device("cpu"))
     return ModelRunner(decoder if model is None else model, CpuBackend(storage), layout)
 
 

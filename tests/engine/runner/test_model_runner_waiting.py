@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.engine.attention.flash import FlashBackend, FlashKernels
 from headrace.engine.config import CacheLayout
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import read_spec
 from headrace.engine.models.spec import DecoderSpec
@@ -69,8 +69,7 @@ def far_decoder(folder: Path, family: str) -> Decoder:
 
 
 def storage_of(decoder: Decoder) -> KVStorage:
-    spec = decoder.spec
-    return KVStorage(LAYOUT, KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype), FAR)
+    return KVStorage(LAYOUT, decoder.kv_shape, FAR)
 
 
 def attention_of(decoder: Decoder) -> FlashBackend:
