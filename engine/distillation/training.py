@@ -36,7 +36,8 @@ _STAGE = "learning"
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """How like the target a draft model is, on sequences that it has not learnt from.
+    """How like the target a draft model is on sequences that it has not learnt from, among the tokens that it
+    is taught to tell apart.
 
     Args:
         same_token: how often both hold the same token likeliest.
@@ -149,7 +150,7 @@ class Training:
                 self._best, self._best_overlap = self._student.state(), judged.overlap
             progress.note(
                 f"update {self._num_updates}, pass {self._epoch + (self._place > 0)} over the text: "
-                f"loss {sum(losses) / len(losses):.3f}; of unseen text "
+                f"loss {sum(losses) / len(losses):.3f}; of unseen text, among the tokens it is taught, "
                 f"the same token {judged.same_token:.1%}, overlap {judged.overlap:.1%}"
             )
 
