@@ -6,10 +6,10 @@
 
 Ten tasks that copy from their prompt (extract, rewrite, edit code), five that don't, each alone; then sixteen
 tasks of either kind at once. Every task is answered by two engines over the same weights, one of which
-speculates, in turns, so that what else the machine does falls on both. Tokens per second count the whole
-time of an answer, the reading of its prompt included; the ratio is the median over rounds. Beside it stands
-how often drafts were kept at each place of their step, counted over all rounds. Greedy; prompts are computed
-anew each time.
+speculates, in turns, there and back again, so that what else the machine does falls on both. Tokens per
+second count the whole time of an answer, the reading of its prompt included; the ratio is the median over
+rounds. Beside it stands how often drafts were kept at each place of their step, counted over all rounds.
+Greedy; prompts are computed anew each time.
 """
 
 from __future__ import annotations
@@ -172,10 +172,11 @@ async def compare(
     num_drafts = num_accepted = num_equal = num_all = 0
     before = engines[1].load().totals.speculation
     for number in range(options.rounds):
-        order = (0, 1) if number % 2 else (1, 0)
+        first = number % 2
         rounds: dict[int, list[Round]] = {0: [], 1: []}
         for prompts in tasks:
-            for which in order:
+            # There and back again: what drifts meanwhile falls on both alike.
+            for which in (first, 1 - first, 1 - first, first):
                 rounds[which].append(
                     await answer(engines[which], prompts, options.tokens, options.temperature)
                 )
