@@ -16,6 +16,7 @@ SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 LINKS := build/typing/headrace
+ENGINE_TESTS := tests/engine tests/e2e -m "not model and not slow and not gpu"
 SOURCES := engine service clients/python tests .ci
 
 .DEFAULT_GOAL := help
@@ -23,7 +24,7 @@ SOURCES := engine service clients/python tests .ci
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install: $(INSTALLED) $(KERNELS) ## make .venv with the pinned dependencies, this tree (editable), the compiled kernels
@@ -103,6 +104,11 @@ test: install ## the whole test suite
 .PHONY: test-fast
 test-fast: install ## the tests that need no model and take no time
 	$(BIN)/python -m pytest -m "not slow and not model and not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-contract
+test-contract: install ## engine tests over checks of what CUDA kernels demand, small blocks, then 256
+	$(BIN)/python -m pytest --kernel-contract 0 $(ENGINE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --kernel-contract 256 $(ENGINE_TESTS) $(PYTEST_ARGS)
 
 .PHONY: coverage
 coverage: install ## the tests that need no model, with the branches that they leave out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -38,8 +39,36 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no CUDA device; torch is imported only when there are such tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What whole runs can be done over."""
+    parser.addoption(
+        "--kernel-contract",
+        type=int,
+        metavar="BLOCK_SIZE",
+        help="engines on the CPU run over the reference kernel behind checks of what CUDA kernels demand, "
+        "in blocks of so many tokens; 0: in blocks of the tests' own sizes",
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernel_contract(pytestconfig: pytest.Config) -> Iterator[None]:
+    block_size = pytestconfig.getoption("--kernel-contract")
+    if block_size is None:
+        yield
+        return
+    from tests.support.contract_runs import every_engine_checked  # noqa: PLC0415  most runs never need it
+
+    with every_engine_checked(block_size):
+        yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no CUDA device; torch is imported only when there are such tests. Skip
+    `small_blocks` tests where all blocks are of another size."""
+    if config.getoption("--kernel-contract"):
+        for item in items:
+            if item.get_closest_marker("small_blocks") is not None:
+                item.add_marker(pytest.mark.skip(reason="what it counts needs blocks of its own size"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not gpu_items:
         return

@@ -131,6 +131,7 @@ async def test_sequences_of_one_prompt_tell_their_own_logprobs(folder: Path) -> 
     assert [output.prompt_logprobs for output in outputs[1:]] == [[], []]
 
 
+@pytest.mark.small_blocks
 @pytest.mark.parametrize("chunk", [None, 3, 7])
 async def test_prompt_logprobs_are_told_though_the_prompt_is_cached(folder: Path, chunk: int | None) -> None:
     prompt = list(range(40, 75))
@@ -202,6 +203,7 @@ def renewed(request: Request) -> Request:
     return replace(request, request_id=make_request().request_id)
 
 
+@pytest.mark.small_blocks
 async def test_penalties_after_preemptions_are_those_of_a_request_alone(folder: Path) -> None:
     requests = mixed_requests(10, max_tokens=24)
     async with engine_over(folder, max_num_seqs=1) as engine:

@@ -177,6 +177,7 @@ def test_a_seed_gives_the_same_answer_with_and_without_speculation(
     assert ids(servers.make(proposer, 4).answers(asked)) == ids(servers.plain().answers(asked))
 
 
+@pytest.mark.small_blocks
 def test_a_pool_so_small_that_sequences_are_preempted_changes_nothing(servers: Servers) -> None:
     asked = requests(10, 40)
     server = servers.make("half right", 4, num_blocks=70)
@@ -185,6 +186,7 @@ def test_a_pool_so_small_that_sequences_are_preempted_changes_nothing(servers: S
     assert server.core.load.totals.num_preemptions > 0
 
 
+@pytest.mark.small_blocks
 def test_what_a_speculating_request_leaves_in_the_cache_is_good(servers: Servers) -> None:
     """Asked again, and longer: blocks that held refused drafts once are shared now."""
     server, plain = servers.make("half right", 5), servers.plain()
@@ -202,6 +204,7 @@ def test_what_a_speculating_request_leaves_in_the_cache_is_good(servers: Servers
     assert all(answer.last.usage.num_cached_tokens >= 28 for answer in again)
 
 
+@pytest.mark.small_blocks
 @pytest.mark.parametrize("variant", ["mistral", "qwen2, upper layers windowed"])
 def test_long_texts_of_a_model_with_a_sliding_window_are_those_of_plain_decoding(
     tmp_path: Path, variant: str
