@@ -62,6 +62,17 @@ def test_every_run_that_a_dockerfile_tells_of_starts(
     assert sorted(insecure) == [False, True]
 
 
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_runs_as_a_user_without_rights_and_needs_nothing_of_roots(dockerfile: Path) -> None:
+    *_, image = re.split(r"(?m)^FROM ", dockerfile.read_text())
+    instructions = re.sub(r"(?m)^#.*$", "", image)
+    user = re.findall(r"(?m)^USER (.*)$", instructions)[-1]
+    # A number, so that Kubernetes can tell that it is not root's.
+    assert user.isdecimal()
+    assert int(user) > 0
+    assert "/root" not in instructions
+
+
 def test_the_composed_service_starts_and_is_open_to_this_machine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,7 @@ from headrace.service.edge import Edge
 from headrace.service.metrics import Metrics, follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
-from tests.support.fake_runner import half_right_draft, make_fake_model
+from tests.support.fake_runner import expected_output, half_right_draft, make_fake_model
 from tests.support.repository import ROOT
 from tests.support.requests import make_config, speculating
 from tests.support.service import (
@@ -160,6 +160,18 @@ async def test_hits_are_what_came_from_the_cache_and_no_recomputing() -> None:
     assert samples["headrace_prefix_cache_queries_total", ()] == 48
     assert samples["headrace_prefix_cache_hits_total", ()] == 20
     assert samples["headrace_request_success_total", (("finished_reason", "length"),)] == 4
+
+
+async def test_what_a_preempted_request_finds_of_itself_is_no_hit() -> None:
+    prompts = [tuple(range(first, first + 8)) for first in (1, 20, 40)]
+    model = make_fake_model(num_blocks=16, max_model_len=64)
+    async with scraped(model, make_config(max_num_seqs=3)) as scrape:
+        starts = [make_start(prompt=prompt, max_tokens=40) for prompt in prompts]
+        answers = await asyncio.gather(*(generate_ids(scrape.service, start) for start in starts))
+        samples = await scrape.samples()
+    assert answers == [expected_output(prompt, 40) for prompt in prompts]
+    assert samples["headrace_num_preemptions_total", ()] > 0
+    assert samples["headrace_prefix_cache_hits_total", ()] == 0
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_a_long_prompt_is_neither_cut_nor_filled_up(tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path)
     text = "The wheel turns as long as the channel is full, and the keeper opens the gate."
     assert loaded.decode(loaded.encode(text)) == text
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    tokenizer, text = byte_level(), "The wheel turns. " * 50_000
+    began, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        began.set()
+        tokenizer.encode(text)
+        ended.set()
+
+    encoding = threading.Thread(target=encode)
+    encoding.start()
+    began.wait()
+    num_turns = 0
+    while not ended.is_set():
+        # Each wait gives the interpreter away, which a text that held it would not give back before its end.
+        ended.wait(1e-3)
+        num_turns += 1
+    encoding.join()
+    assert num_turns > 10
 
 
 def test_spellings_are_the_vocabularys_and_empty_for_ids_without_one() -> None:
