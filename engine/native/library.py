@@ -44,9 +44,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "can_multiply": (c_int32, (c_void_p, c_int32)),
     "packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
-    "pack": (None, (c_int32, c_void_p, c_int64, c_int64, c_void_p)),
+    "pack": (None, (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32)),
     "packed_quantised_bytes": (c_int64, (c_int32, c_int64, c_int64)),
-    "pack_quantised": (None, (c_int32, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
+    "pack_quantised": (None, (c_int32, *(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_int32)),
     "multiply": (
         None,
         (
@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "stack_run": (None, (*(c_void_p,) * 6, c_int64, c_void_p, c_int64, c_void_p)),
     "argmax": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32)),
+    "greedy": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32)),
 }
 
 

@@ -87,6 +87,7 @@ class NativeLinears:
             num_outputs,
             num_groups,
             packed.data_ptr(),
+            torch.get_num_threads(),
         )
         shape = (num_outputs, weight.width)
         return NativeLinear(self._library, PackedWeight(packed, shape, dtype, weight.kind), bias)
@@ -115,7 +116,9 @@ class NativeLinears:
             )
         packed = self._take(functions.headrace_packed_bytes(code, num_outputs, width))
         source = weight.contiguous()
-        functions.headrace_pack(code, source.data_ptr(), num_outputs, width, packed.data_ptr())
+        functions.headrace_pack(
+            code, source.data_ptr(), num_outputs, width, packed.data_ptr(), torch.get_num_threads()
+        )
         return PackedWeight(packed, (num_outputs, width), weight.dtype)
 
     def make_kept_bf16(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:

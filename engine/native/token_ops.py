@@ -21,6 +21,7 @@ class NativeTokenOps:
         self._gated_silu = functions.headrace_gated_silu
         self._rotate = functions.headrace_rotate
         self._argmax = functions.headrace_argmax
+        self._greedy = functions.headrace_greedy
 
     def rms_norm(self, hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
         """Normalise each token (arXiv 1910.07467).
@@ -127,6 +128,29 @@ class NativeTokenOps:
         num_rows, width = logits.shape
         out = torch.empty((num_rows,), dtype=torch.int64)
         self._argmax(
+            self._kernels,
+            _code(logits),
+            logits.data_ptr(),
+            logits.stride(0),
+            num_rows,
+            width,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """Greatest of each row as numbers for the host: `argmax`, and whether what stands there is finite.
+
+        Args:
+            logits: (R, V), V at least 1, last axis contiguous.
+
+        Returns:
+            (R, 3), fp64: the index, then twice 1 or 0.
+        """
+        num_rows, width = logits.shape
+        out = torch.empty((num_rows, 3), dtype=torch.float64)
+        self._greedy(
             self._kernels,
             _code(logits),
             logits.data_ptr(),

@@ -17,7 +17,7 @@ from headrace.engine.errors import IntegrityError
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.runner.cuda_graphs import DecodeGraphs
 from headrace.engine.runner.results import StepTables, to_result
-from headrace.engine.runner.verification import draw_places, masks_of
+from headrace.engine.runner.verification import draw_places, greedy_places, masks_of
 from headrace.engine.sampling.constraint import RowMask
 from headrace.engine.sampling.logprobs import logprob_table
 from headrace.engine.sampling.params import SamplingParams
@@ -149,6 +149,10 @@ class ModelRunner:
 def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTables:
     """The step's tables, the prompt's own aside, from the (P, hidden size) of the places of its rows."""
     rows = [row for row in proposals.plan.rows if row.is_sampled]
+    logits = model.logits(hidden)
+    tokens = None if proposals.weights else greedy_places(logits, rows)
+    if tokens is not None:
+        return StepTables(tokens, _tell(logits, tokens[:, 0].long(), rows))
     # While the device computes.
     masks = [masks_of(row) for row in rows]
     weights = {}
@@ -157,7 +161,6 @@ def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTabl
         weights = {
             i: proposals.weights[place] for i, place in enumerate(places) if place in proposals.weights
         }
-    logits = model.logits(hidden)
     sampled = draw_places(logits, rows, masks, weights, proposals.vocabulary)
     tokens = torch.stack((sampled.token_ids, sampled.is_healthy, sampled.has_choice), dim=1)
     failures = tuple(None if along is None else _failure(along[0]) for along in masks)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.errors import IntegrityError
+from headrace.engine.native.kit import native_kit
 from headrace.engine.sampling.constraint import RowMask
 from headrace.engine.sampling.rejection import judge
 from headrace.engine.sampling.row import SampledRow
@@ -25,6 +26,30 @@ from headrace.engine.transfer import on_device
 def masks_of(row: ScheduledSequence) -> Sequence[RowMask | None] | None:
     """What a row's constraint lets be drawn in each of its places; None without a constraint."""
     return None if row.constraint is None else row.constraint.masks_along(row.draft_token_ids)
+
+
+def greedy_places(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor | None:
+    """The token of each place where all rows are greedy and nobody but the model has a say, in one pass: what
+    `draw_places` gives. None where that is to be asked.
+
+    Args:
+        logits: (P, V), fp32; not changed.
+        rows: R of them.
+
+    Returns:
+        (P, 3), fp64: see `headrace.engine.runner.results.StepTables`.
+    """
+    kit = native_kit()
+    is_plain = all(
+        row.sampling.is_greedy
+        and row.constraint is None
+        and not row.suppressed_token_ids
+        and not row.sampling.is_adjusted
+        for row in rows
+    )
+    if not is_plain or kit is None or not kit.token_ops.takes(logits):
+        return None
+    return kit.token_ops.greedy(logits)
 
 
 def draw_places(

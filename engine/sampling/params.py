@@ -80,6 +80,17 @@ class SamplingParams:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @property
+    def is_adjusted(self) -> bool:
+        """Whether anything but the model has a say in the logits, temperature aside."""
+        return bool(
+            self.banned_token_ids
+            or self.bad_words
+            or self.logit_bias
+            or self.has_penalties
+            or self.allowed_token_ids is not None
+        )
+
+    @property
     def needs_history(self) -> bool:
         """Whether a draw depends on tokens before the last one, beyond what their KV says."""
         return self.has_penalties or bool(self.bad_words)

@@ -35,13 +35,4 @@ class SampledRow:
     @property
     def is_adjusted(self) -> bool:
         """Whether anything but the model has a say in this row's logits, temperature aside."""
-        params = self.params
-        return bool(
-            self.suppressed_token_ids
-            or self.allowed_bits is not None
-            or params.banned_token_ids
-            or params.bad_words
-            or params.logit_bias
-            or params.has_penalties
-            or params.allowed_token_ids is not None
-        )
+        return bool(self.suppressed_token_ids or self.allowed_bits is not None or self.params.is_adjusted)

@@ -243,6 +243,24 @@ void headrace_argmax(const void* kernels, int32_t dtype, const void* in, int64_t
   });
 }
 
+// The greatest of each row as three numbers, (num_rows, 3): its index, and twice whether it is finite.
+void headrace_greedy(const void* kernels, int32_t dtype, const void* in, int64_t in_stride, int64_t num_rows,
+                     int64_t width, double* out, int32_t num_threads) {
+  share(num_rows, width, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      int64_t index;
+      const char* from = static_cast<const char*>(in) + row * in_stride * (dtype == kFloat32 ? 4 : 2);
+      static_cast<const Kernels*>(kernels)->argmax(DType(dtype), from, in_stride, width, &index, 0, 1);
+      uint32_t bits = 0;
+      if (dtype == kFloat32) std::memcpy(&bits, from + index * 4, 4);
+      else std::memcpy(reinterpret_cast<char*>(&bits) + 2, from + index * 2, 2);
+      const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
+      out[row * 3] = double(index);
+      out[row * 3 + 1] = out[row * 3 + 2] = is_finite ? 1. : 0.;
+    }
+  });
+}
+
 int32_t headrace_can_multiply(const void* kernels, int32_t dtype) {
   return static_cast<const Kernels*>(kernels)->can_multiply(DType(dtype));
 }
@@ -252,15 +270,20 @@ int64_t headrace_packed_bytes(int32_t dtype, int64_t num_outputs, int64_t width)
   return (num_outputs + kPanel - 1) / kPanel * kPanel * width * (dtype == kFloat32 ? 4 : 2);
 }
 
-void headrace_pack(int32_t dtype, const void* weights, int64_t num_outputs, int64_t width, void* packed) {
+void headrace_pack(int32_t dtype, const void* weights, int64_t num_outputs, int64_t width, void* packed,
+                   int32_t num_threads) {
   // Units of four bytes; outputs that only fill the last panel are zero.
   const int64_t num_units = dtype == kFloat32 ? width : width / 2;
   const uint32_t* from = static_cast<const uint32_t*>(weights);
-  uint32_t* to = static_cast<uint32_t*>(packed);
-  for (int64_t first = 0; first < num_outputs; first += kPanel)
+  const auto pack = [&](int64_t panel) {
+    uint32_t* to = static_cast<uint32_t*>(packed) + panel * kPanel * num_units;
     for (int64_t unit = 0; unit < num_units; ++unit)
-      for (int64_t output = first; output < first + kPanel; ++output)
+      for (int64_t output = panel * kPanel; output < (panel + 1) * kPanel; ++output)
         *to++ = output < num_outputs ? from[output * num_units + unit] : 0;
+  };
+  share((num_outputs + kPanel - 1) / kPanel, kPanel * num_units, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; ++panel) pack(panel);
+  });
 }
 
 // Number of bytes that packed weights of eight or four bits take.
@@ -272,21 +295,22 @@ int64_t headrace_packed_quantised_bytes(int32_t weight_kind, int64_t num_outputs
 // `numbers` are (num_outputs, num_groups, kGroup); `scales` and, of four bits, `least` (num_outputs, num_groups), fp16.
 // A weight is its number times the scale, of eight bits less 128 scales, of four bits plus the least value.
 void headrace_pack_quantised(int32_t weight_kind, const uint8_t* numbers, const uint16_t* scales,
-                             const uint16_t* least, int64_t num_outputs, int64_t num_groups, void* packed) {
-  uint8_t* to = static_cast<uint8_t*>(packed);
-  const auto put_half = [&](uint16_t half) {
-    std::memcpy(to, &half, 2);
-    to += 2;
-  };
-  for (int64_t first = 0; first < num_outputs; first += kPanel)
+                             const uint16_t* least, int64_t num_outputs, int64_t num_groups, void* packed,
+                             int32_t num_threads) {
+  const int64_t panel_bytes = headrace_packed_quantised_bytes(weight_kind, kPanel, num_groups * kGroup);
+  const auto pack = [&](int64_t panel) {
+    uint8_t* to = static_cast<uint8_t*>(packed) + panel * panel_bytes;
+    const int64_t first = panel * kPanel;
     for (int64_t group = 0; group < num_groups; ++group) {
       const auto number = [&](int output, int input) -> unsigned {
         const int64_t row = first + output;
         return row < num_outputs ? numbers[(row * num_groups + group) * kGroup + input] : 0;
       };
       const auto put_halves = [&](const uint16_t* halves) {
-        for (int64_t row = first; row < first + kPanel; ++row)
-          put_half(row < num_outputs ? halves[row * num_groups + group] : 0);
+        for (int64_t row = first; row < first + kPanel; ++row, to += 2) {
+          const uint16_t half = row < num_outputs ? halves[row * num_groups + group] : 0;
+          std::memcpy(to, &half, 2);
+        }
       };
       put_halves(scales);
       if (weight_kind == kInt8) {
@@ -302,6 +326,11 @@ void headrace_pack_quantised(int32_t weight_kind, const uint8_t* numbers, const 
             for (int i = input; i < input + 4; ++i)
               *to++ = uint8_t(number(output, i) | number(output, i + kGroup / 2) << 4);
     }
+  };
+  const int64_t panel_numbers = kPanel * num_groups * kGroup;
+  share((num_outputs + kPanel - 1) / kPanel, panel_numbers, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; ++panel) pack(panel);
+  });
 }
 
 void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, int32_t is_out_fp32, const void* in,

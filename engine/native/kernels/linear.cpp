@@ -5,6 +5,7 @@
 // that unit of all 32 outputs.
 #include <cstdlib>
 
+#include "linear_avx2.h"
 #include "rows.h"
 #include "variant.h"
 
@@ -12,15 +13,6 @@ namespace {
 
 using headrace::LinearCall;
 using headrace::kPanel;
-
-// The sums of so many rows fill the registers, with all outputs of a panel or, without AVX-512, half of them.
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
-constexpr int vectors_at_once(int) { return kVectors; }
-#else
-constexpr int kMaxRows = 6;
-constexpr int vectors_at_once(int num_rows) { return num_rows <= 2 ? kVectors : 1; }
-#endif
 
 struct Fp32Linear {
   typedef float Stored;
@@ -30,7 +22,7 @@ struct Fp32Linear {
   static F16 weights_of(F16 unit, int) { return unit; }
   static F16 multiply_add(F16 sums, F16 weights, F16 input) { return fma(weights, input, sums); }
 #if defined(HEADRACE_AVX2_ONLY)
-  static constexpr int kRowsOfPass = 3, kMostPasses = 4;
+  static constexpr int kFewRows = 6, kRowsOfFew = 3;
   static __m256 weights_of(__m256 unit, int) { return unit; }
 #endif
 };
@@ -53,7 +45,7 @@ struct Bf16Linear {
   static int64_t num_units(int64_t width) { return width / 2; }
   static F16 weights_of(F16 unit, int index) { return {weights_of(unit.low, index), weights_of(unit.high, index)}; }
   static F16 multiply_add(F16 sums, F16 weights, F16 input) { return fma(weights, input, sums); }
-  static constexpr int kRowsOfPass = 2, kMostPasses = 4;
+  static constexpr int kFewRows = 4, kRowsOfFew = 2;
   static __m256 weights_of(__m256 unit, int index) {
     if (index == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(unit), 16));
     return _mm256_and_ps(unit, _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000))));
@@ -63,6 +55,17 @@ struct Bf16Linear {
 struct KeptBf16Linear : Bf16Linear {
   typedef float Stored;
 };
+#endif
+
+#if !defined(HEADRACE_AVX2_ONLY)
+
+// The sums of so many rows fill the registers, with all outputs of a panel or, without AVX-512, half of them.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+constexpr int vectors_at_once(int) { return kVectors; }
+#else
+constexpr int kMaxRows = 6;
+constexpr int vectors_at_once(int num_rows) { return num_rows <= 2 ? kVectors : 1; }
 #endif
 
 // The next panel's share that is fetched while one group of rows is computed: so many bytes at each unit.
@@ -161,96 +164,6 @@ void multiply_few(const LinearCall& call, int64_t first_row, int64_t num_rows, i
   }
 }
 
-#if defined(HEADRACE_AVX2_ONLY)
-
-// Units of a block, which the first cache keeps for all passes over it.
-constexpr int64_t kBlockUnits = 16;
-// How far ahead of itself the last pass over a block fetches.
-constexpr int64_t kAheadBytes = 3072;
-
-// Adds a block's products to the sums of R rows. All outputs of a panel at once: 3 rows fill the registers.
-template <typename Math, int R, bool IsFetching>
-void add_block(const char* in, int64_t row_bytes, const float* block, int64_t num_units, float (*all_sums)[kPanel]) {
-  constexpr int kNumParts = kPanel / 8;
-  __m256 sums[R][kNumParts];
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r)
-    HEADRACE_UNROLL
-    for (int p = 0; p < kNumParts; ++p) sums[r][p] = _mm256_load_ps(all_sums[r] + p * 8);
-  for (int64_t u = 0; u < num_units; ++u) {
-    const float* unit = block + u * kPanel;
-    if (IsFetching) {
-      prefetch(reinterpret_cast<const char*>(unit) + kAheadBytes);
-      prefetch(reinterpret_cast<const char*>(unit) + kAheadBytes + 64);
-    }
-    HEADRACE_UNROLL
-    for (int i = 0; i < Math::kInputs; ++i) {
-      // Else GCC keeps the unit for its second input, for which there are not registers enough.
-      if (i > 0) asm volatile("" : : : "memory");
-      __m256 inputs[R];
-      HEADRACE_UNROLL
-      for (int r = 0; r < R; ++r)
-        inputs[r] = _mm256_broadcast_ss(reinterpret_cast<const float*>(in + r * row_bytes) + u * Math::kInputs + i);
-      HEADRACE_UNROLL
-      for (int p = 0; p < kNumParts; ++p) {
-        const __m256 weights = Math::weights_of(_mm256_loadu_ps(unit + p * 8), i);
-        HEADRACE_UNROLL
-        for (int r = 0; r < R; ++r) sums[r][p] = _mm256_fmadd_ps(weights, inputs[r], sums[r][p]);
-      }
-    }
-  }
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r)
-    HEADRACE_UNROLL
-    for (int p = 0; p < kNumParts; ++p) _mm256_store_ps(all_sums[r] + p * 8, sums[r][p]);
-}
-
-template <typename Math, bool IsFetching>
-void add_block_for(int64_t num_rows, const char* in, int64_t row_bytes, const float* block, int64_t num_units,
-                   float (*sums)[kPanel]) {
-  switch (num_rows) {
-    case 1: return add_block<Math, 1, IsFetching>(in, row_bytes, block, num_units, sums);
-    case 2: return add_block<Math, 2, IsFetching>(in, row_bytes, block, num_units, sums);
-    default: return add_block<Math, Math::kRowsOfPass, IsFetching>(in, row_bytes, block, num_units, sums);
-  }
-}
-
-// Few rows: the weights come from memory, in order. Each block is gone through for some rows after the other. (To do so
-// with half of a panel's outputs at a time would leave out every second line, at half the memory's pace.)
-template <typename Math, typename Out>
-void multiply_blocks(const LinearCall& call, int64_t first_row, int64_t num_rows, int64_t num_passes,
-                     int64_t first_panel, int64_t last_panel) {
-  typedef typename Math::Stored Stored;
-  alignas(64) float sums[Math::kRowsOfPass * Math::kMostPasses][kPanel];
-  const int64_t num_units = Math::num_units(call.width);
-  const int64_t row_bytes = call.in_stride * int64_t(sizeof(typename Math::Input));
-  const char* in = static_cast<const char*>(call.in) + first_row * row_bytes;
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-    const float* weights = call.weights + panel * kPanel * num_units;
-    for (int64_t row = 0; row < num_rows; ++row) {
-      prefetch_rows<Stored, Out, 1>(call, first_row + row, panel * kPanel);
-      for (float& sum : sums[row]) sum = 0.f;
-    }
-    for (int64_t unit = 0; unit < num_units; unit += kBlockUnits) {
-      const int64_t count = num_units - unit < kBlockUnits ? num_units - unit : kBlockUnits;
-      for (int64_t pass = 0; pass < num_passes; ++pass) {
-        const int64_t begin = num_rows * pass / num_passes, end = num_rows * (pass + 1) / num_passes;
-        // A first pass goes at the memory's pace, which the processor's own prefetching keeps best.
-        const bool is_fetching = pass > 0 && pass == num_passes - 1;
-        const auto add = is_fetching ? add_block_for<Math, true> : add_block_for<Math, false>;
-        add(end - begin, in + begin * row_bytes + unit * Math::kInputs * 4, row_bytes, weights + unit * kPanel, count,
-            sums + begin);
-      }
-    }
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const F16 row_sums[1][kVectors] = {{load(sums[row]), load(sums[row] + kLanes)}};
-      store_rows<Stored, Out, 1>(call, first_row + row, panel * kPanel, row_sums);
-    }
-  }
-}
-
-#endif
-
 // Many rows: some panels stay in the core's cache for all of them, the next ones on their way.
 template <typename Math, typename Out>
 void multiply_many(const LinearCall& call, int64_t first_row, int64_t num_rows, int64_t num_groups, int64_t first_panel,
@@ -277,16 +190,13 @@ template <typename Math, typename Out>
 void multiply_block(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
                     int64_t last_panel) {
   const int64_t num_rows = last_row - first_row;
-#if defined(HEADRACE_AVX2_ONLY)
-  const int64_t num_passes = (num_rows + Math::kRowsOfPass - 1) / Math::kRowsOfPass;
-  if (num_passes <= Math::kMostPasses)
-    return multiply_blocks<Math, Out>(call, first_row, num_rows, num_passes, first_panel, last_panel);
-#endif
   // Of nearly equal size: a rest of one row would cost as much as half a group.
   const int64_t num_groups = (num_rows + kMaxRows - 1) / kMaxRows;
   const auto multiply = num_groups <= 4 ? multiply_few<Math, Out> : multiply_many<Math, Out>;
   multiply(call, first_row, num_rows, num_groups, first_panel, last_panel);
 }
+
+#endif
 
 template <typename Math>
 void multiply_typed(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,

@@ -72,13 +72,13 @@ def test_other_rows_change_no_bit(library: NativeLibrary, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [256, 90])
+@pytest.mark.parametrize("width", [256, 90, 700])
 def test_no_number_of_rows_changes_a_bit(any_library: NativeLibrary, width: int, dtype: torch.dtype) -> None:
-    weight, inputs = numbers(72, width, dtype=dtype), numbers(60, width, dtype=dtype, seed=1)
-    bias, residual = numbers(72, dtype=dtype, seed=2), numbers(60, 72, dtype=dtype, seed=3)
+    weight, inputs = numbers(72, width, dtype=dtype), numbers(230, width, dtype=dtype, seed=1)
+    bias, residual = numbers(72, dtype=dtype, seed=2), numbers(230, 72, dtype=dtype, seed=3)
     layer = make(any_library, weight, bias)
     together = layer.add_to(residual, inputs)
-    for num_rows in range(1, 28):
+    for num_rows in (*range(1, 28), 49, 96, 97, 150):
         assert torch.equal(layer.add_to(residual[:num_rows], inputs[:num_rows]), together[:num_rows]), (
             num_rows
         )

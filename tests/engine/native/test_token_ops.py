@@ -85,7 +85,9 @@ def test_greatest_logit(any_library: NativeLibrary, num_rows: int, width: int, d
     # Few distinct values, so that most rows have ties.
     logits = (numbers(num_rows, width) * 2).round().to(dtype)
     expected = torch.tensor([row.tolist().index(row.max().item()) for row in logits])
-    assert torch.equal(NativeTokenOps(any_library).argmax(logits), expected)
+    ops = NativeTokenOps(any_library)
+    assert torch.equal(ops.argmax(logits), expected)
+    assert ops.greedy(logits).tolist() == [[index, 1, 1] for index in expected.tolist()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,7 +101,9 @@ def test_greatest_logit_among_infinities_and_nans(any_library: NativeLibrary, dt
     inf, nan = float("inf"), float("nan")
     rows = [[0.0, -inf, 3.0], [-inf, -inf, -inf], [1.0, inf, inf], [5.0, nan, inf], [-inf, 2.0, -inf]]
     logits = torch.tensor([row * 20 for row in rows]).to(dtype)
-    assert NativeTokenOps(any_library).argmax(logits).tolist() == [2, 0, 1, 1, 1]
+    ops = NativeTokenOps(any_library)
+    assert ops.argmax(logits).tolist() == [2, 0, 1, 1, 1]
+    assert ops.greedy(logits).tolist() == [[2, 1, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1]]
 
 
 def test_what_the_kernels_cannot_take_is_refused(library: NativeLibrary) -> None:

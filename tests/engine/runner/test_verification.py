@@ -7,14 +7,25 @@ import math
 import pytest
 import torch
 
+from headrace.engine.native.kit import native_kit
 from headrace.engine.runner.results import StepTables, to_result
-from headrace.engine.runner.verification import draw_places, places_of
-from headrace.engine.sampling.constraint import RowMask
+from headrace.engine.runner.verification import draw_places, greedy_places, places_of
+from headrace.engine.sampling.constraint import AllowedTokens, RowConstraint, RowMask
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+class AllAllowed:
+    """A constraint that lets every token be drawn."""
+
+    def allowed(self, output_token_ids: tuple[int, ...]) -> AllowedTokens:
+        return AllowedTokens(b"\xff", may_end=True, is_over=False)
+
+    def fork(self) -> AllAllowed:
+        return self
 
 
 def make_row(
@@ -108,3 +119,35 @@ def test_drafts_that_rejection_sampling_judges_and_others_may_share_a_step() -> 
     # The target never says 2: it is refused, and replaced by what is left of the target.
     assert first == 1
     assert second == 1
+
+
+@pytest.mark.skipif(native_kit() is None, reason="the native library is not built")
+def test_rows_that_only_the_model_has_a_say_in_are_told_the_same_in_one_pass() -> None:
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(0))
+    logits[2, 7] = math.nan
+    logits[4, 9] = math.inf
+    logits[5] = -math.inf
+    rows = [make_row((3, 4)), make_row(()), make_row((1, 2, 3))]
+
+    sampled = draw_places(logits, rows, [None] * 3, {})
+    tokens = greedy_places(logits, rows)
+
+    assert tokens is not None
+    assert tokens[:, 0].tolist() == sampled.token_ids.tolist()
+    assert tokens[:, 1].tolist() == sampled.is_healthy.tolist()
+    assert tokens[:, 2].tolist() == sampled.has_choice.tolist()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_row((), sampling=SamplingParams(temperature=0.5)),
+        make_row((), sampling=SamplingParams(temperature=0.0, repetition_penalty=1.1)),
+        make_row((), sampling=SamplingParams(temperature=0.0, logit_bias=((3, 1.0),))),
+        make_row((), sampling=SamplingParams(temperature=0.0, banned_token_ids=frozenset({1}))),
+        make_row((), suppressed=frozenset({2})),
+        make_row(())._replace(constraint=RowConstraint(AllAllowed(), (), frozenset())),
+    ],
+)
+def test_one_row_with_a_say_of_its_own_is_enough_for_the_usual_way(other: ScheduledSequence) -> None:
+    assert greedy_places(torch.zeros(2, 8), [make_row(()), other]) is None

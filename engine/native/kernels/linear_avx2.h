@@ -1,0 +1,167 @@
+// Products of floating-point weights for processors with AVX2 and no more. See linear.cpp for how weights are packed and
+// what `Math` is.
+#pragma once
+
+#include "rows.h"
+
+#if defined(HEADRACE_AVX2_ONLY)
+
+namespace {
+
+using headrace::kPanel;
+using headrace::LinearCall;
+
+// How a panel is gone through: block by block, which the first cache keeps for all rows, some rows after the other, all
+// outputs at once or half of them. With few rows the weights come from memory, in order: half of a panel's outputs at a
+// time would leave out every second line, at half the memory's pace.
+struct FewRows {
+  template <typename Math>
+  static constexpr int kRows = Math::kRowsOfFew;  // at once
+  static constexpr int kParts = kPanel / 8;  // half vectors at once
+  static constexpr int64_t kUnits = 16;
+  static constexpr int64_t kAheadBytes = 3072;
+};
+struct ManyRows {
+  template <typename Math>
+  static constexpr int kRows = 6;
+  static constexpr int kParts = kPanel / 16;
+  static constexpr int64_t kUnits = 64;
+  static constexpr int64_t kAheadBytes = kUnits * kPanel * 4;
+};
+
+// Lines that are fetched meanwhile, so many at every kFetchUnits.
+struct Coming {
+  const char* begin;
+  int64_t num_lines;
+};
+constexpr int64_t kFetchUnits = 8;
+
+// Adds a block's products to the sums of R rows.
+template <typename Math, int R, int P>
+void add_block(const char* in, int64_t row_bytes, const float* block, int64_t num_units, float* all_sums,
+               Coming coming) {
+  __m256 sums[R][P];
+  HEADRACE_UNROLL
+  for (int r = 0; r < R; ++r)
+    HEADRACE_UNROLL
+    for (int p = 0; p < P; ++p) sums[r][p] = _mm256_load_ps(all_sums + r * kPanel + p * 8);
+  for (int64_t first = 0; first < num_units; first += kFetchUnits) {
+    for (int64_t i = 0; i < coming.num_lines; ++i, coming.begin += 64) prefetch(coming.begin);
+    const int64_t last = first + kFetchUnits < num_units ? first + kFetchUnits : num_units;
+    for (int64_t u = first; u < last; ++u)
+      HEADRACE_UNROLL
+      for (int i = 0; i < Math::kInputs; ++i) {
+        // Else GCC keeps the unit for its second input, for which there are not registers enough.
+        if (i > 0) asm volatile("" : : : "memory");
+        const auto input = [&](int r) {
+          return _mm256_broadcast_ss(reinterpret_cast<const float*>(in + r * row_bytes) + u * Math::kInputs + i);
+        };
+        const auto weights = [&](int p) { return Math::weights_of(_mm256_loadu_ps(block + u * kPanel + p * 8), i); };
+        const auto add = [](__m256* sum, __m256 weight, __m256 number) {
+          *sum = _mm256_fmadd_ps(weight, number, *sum);
+          // Else GCC moves sums to the stack and back where it might stay in its register.
+          if (Math::kInputs > 1) asm("" : "+x"(*sum));
+        };
+        // Of inputs and weights, what there is less of is kept in registers, the other comes one by one.
+        if constexpr (R < P) {
+          __m256 kept[R];
+          HEADRACE_UNROLL
+          for (int r = 0; r < R; ++r) kept[r] = input(r);
+          HEADRACE_UNROLL
+          for (int p = 0; p < P; ++p) {
+            const __m256 other = weights(p);
+            HEADRACE_UNROLL
+            for (int r = 0; r < R; ++r) add(&sums[r][p], other, kept[r]);
+          }
+        } else {
+          __m256 kept[P];
+          HEADRACE_UNROLL
+          for (int p = 0; p < P; ++p) kept[p] = weights(p);
+          HEADRACE_UNROLL
+          for (int r = 0; r < R; ++r) {
+            const __m256 other = input(r);
+            HEADRACE_UNROLL
+            for (int p = 0; p < P; ++p) add(&sums[r][p], kept[p], other);
+          }
+        }
+      }
+  }
+  HEADRACE_UNROLL
+  for (int r = 0; r < R; ++r)
+    HEADRACE_UNROLL
+    for (int p = 0; p < P; ++p) _mm256_store_ps(all_sums + r * kPanel + p * 8, sums[r][p]);
+}
+
+// `add_block` for up to R rows.
+template <typename Math, int R, int P>
+void add_block_for(int64_t num_rows, const char* in, int64_t row_bytes, const float* block, int64_t num_units,
+                   float* sums, Coming coming) {
+  if constexpr (R > 1)
+    if (num_rows < R) return add_block_for<Math, R - 1, P>(num_rows, in, row_bytes, block, num_units, sums, coming);
+  add_block<Math, R, P>(in, row_bytes, block, num_units, sums, coming);
+}
+
+// Rows whose sums are kept at once.
+constexpr int64_t kMostSums = 96;
+
+// Up to kMostSums rows.
+template <typename Math, typename Out, typename Way>
+void multiply_rows_in_blocks(const LinearCall& call, int64_t first_row, int64_t num_rows, int64_t panel,
+                             bool is_fetching) {
+  constexpr int kRows = Way::template kRows<Math>;
+  typedef typename Math::Stored Stored;
+  alignas(64) float sums[kMostSums][kPanel];
+  const int64_t num_units = Math::num_units(call.width);
+  const int64_t row_bytes = call.in_stride * int64_t(sizeof(typename Math::Input));
+  const char* in = static_cast<const char*>(call.in) + first_row * row_bytes;
+  const float* weights = call.weights + panel * kPanel * num_units;
+  // Of nearly equal size: a rest of one row would cost as much as half a group.
+  const int64_t num_groups = (num_rows + kRows - 1) / kRows;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    prefetch_rows<Stored, Out, 1>(call, first_row + row, panel * kPanel);
+    for (float& sum : sums[row]) sum = 0.f;
+  }
+  for (int64_t unit = 0; unit < num_units; unit += Way::kUnits) {
+    const int64_t count = num_units - unit < Way::kUnits ? num_units - unit : Way::kUnits;
+    const char* block = reinterpret_cast<const char*>(weights + unit * kPanel);
+    const char* const end = block + Way::kAheadBytes + count * kPanel * 4;
+    const int64_t num_steps = (count + kFetchUnits - 1) / kFetchUnits;
+    const int64_t num_turns = num_groups * (kPanel / 8 / Way::kParts) * num_steps;
+    Coming coming = {block + Way::kAheadBytes, is_fetching ? (count * kPanel * 4 / 64 + num_turns - 1) / num_turns : 0};
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t begin = num_rows * group / num_groups, rows = num_rows * (group + 1) / num_groups - begin;
+      for (int column = 0; column < kPanel; column += 8 * Way::kParts) {
+        add_block_for<Math, kRows, Way::kParts>(rows, in + begin * row_bytes + unit * Math::kInputs * 4, row_bytes,
+                                                weights + unit * kPanel + column, count, sums[begin] + column, coming);
+        coming.begin += coming.num_lines * num_steps * 64;
+        if (coming.begin >= end) coming.num_lines = 0;
+      }
+    }
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const F16 row_sums[1][kVectors] = {{load(sums[row]), load(sums[row] + kLanes)}};
+    store_rows<Stored, Out, 1>(call, first_row + row, panel * kPanel, row_sums);
+  }
+}
+
+template <typename Math, typename Out>
+void multiply_block(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
+                    int64_t last_panel) {
+  const int64_t num_rows = last_row - first_row, num_parts = (num_rows + kMostSums - 1) / kMostSums;
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    if (num_rows <= Math::kFewRows) {
+      // One pass goes at the memory's pace, which the processor's own prefetching keeps best.
+      const bool is_fetching = num_rows > Math::kRowsOfFew;
+      multiply_rows_in_blocks<Math, Out, FewRows>(call, first_row, num_rows, panel, is_fetching);
+      continue;
+    }
+    for (int64_t part = 0; part < num_parts; ++part) {
+      const int64_t begin = num_rows * part / num_parts, end = num_rows * (part + 1) / num_parts;
+      multiply_rows_in_blocks<Math, Out, ManyRows>(call, first_row + begin, end - begin, panel, part == 0);
+    }
+  }
+}
+
+}  // namespace
+
+#endif
