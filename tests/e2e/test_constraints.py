@@ -152,6 +152,7 @@ async def test_max_tokens_cuts_a_text_that_would_fit(folder: Path) -> None:
         assert cut.token_ids == whole.token_ids[:3]
 
 
+@pytest.mark.small_blocks
 async def test_neighbours_preemption_and_the_prefix_cache_change_no_answer(folder: Path) -> None:
     names = ["nested objects", "pattern and format", "number ranges", "unicode"]
     requests = [
