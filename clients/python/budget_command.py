@@ -15,6 +15,10 @@ from headrace.clients.targets import DEFAULT_CONTROL_TARGET
 if TYPE_CHECKING:
     from headrace.clients.latency import LatencyClass, LatencyStatus
 
+_NO_TARGETS = (
+    "no targets: steps are filled for throughput. Promise latencies with --tpot 50ms, --ttft 500ms or both"
+)
+
 
 def budget(
     *,
@@ -87,7 +91,10 @@ def _lines(status: LatencyStatus) -> list[str]:
         f"{_spelt(status.predicted_ttft_s)}, waiting too late {status.num_late}, "
         f"steps over {status.num_steps_over}"
     )
-    return [*(_line(each, is_only=len(status.classes) == 1) for each in status.classes), whole]
+    lines = [*(_line(each, is_only=len(status.classes) == 1) for each in status.classes), whole]
+    if all(each.tpot_s is None and each.ttft_s is None for each in status.classes):
+        lines.insert(0, _NO_TARGETS)
+    return lines
 
 
 def _line(each: LatencyClass, *, is_only: bool) -> str:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace.clients.connection import ConnectionOptions, Tls, open_channel, wait_until_connected
 from headrace.clients.convert import answer_from_proto, model_from_proto, score_from_proto
-from headrace.clients.errors import Unavailable
+from headrace.clients.errors import DeadlineExceeded, Unavailable
 from headrace.clients.events import Answer, Model, RenderedChat, Score, ServingStatus, Tokenization
 from headrace.clients.generation import GenerateCall, Generation, RpcGeneration
 from headrace.clients.prompts import (
@@ -34,6 +34,8 @@ from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from headrace.v1.model_pb2_grpc import ModelServiceStub
 
 _ASK_EVERY_S = 0.25
+_ANSWER_S = 5.0
+"""For one answer of a server that has long to come up."""
 
 
 class InferenceClient:
@@ -271,7 +273,7 @@ class InferenceClient:
 
         Args:
             service: as for `health`.
-            timeout_s: time for all of it; 0 asks once.
+            timeout_s: time for all of it; 0 asks once. The last answer has a quarter of a second even then.
 
         Returns:
             What was answered last.
@@ -279,17 +281,18 @@ class InferenceClient:
         Raises:
             NotFound: the server has no such service.
             Unavailable: nobody answered the last time.
+            DeadlineExceeded: somebody was there the last time and said nothing.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
         while True:
-            is_over = loop.time() >= end_s
+            answer_s = min(_ANSWER_S, max(end_s - loop.time(), _ASK_EVERY_S))
             try:
-                status = await self.health(service)
-                if status is ServingStatus.SERVING or is_over:
+                status = await self.health(service, timeout_s=answer_s)
+                if status is ServingStatus.SERVING or loop.time() + _ASK_EVERY_S > end_s:
                     return status
-            except Unavailable:
-                if is_over:
+            except (Unavailable, DeadlineExceeded):
+                if loop.time() + _ASK_EVERY_S > end_s:
                     raise
             await asyncio.sleep(_ASK_EVERY_S)
 

@@ -19,6 +19,7 @@ async def test_targets_are_set_with_units_and_shown() -> None:
     assert both.status == 0
     assert both.out.startswith("all: TPOT 50 ms, TTFT 1.5 s; p95 TPOT -, TTFT -; over TPOT 0, TTFT 0 of 0\n")
     assert "waiting too late 2" in both.out
+    assert "no targets" not in both.out
     told = json.loads(of_class.out)["classes"][1]
     assert (told["priority"], told["tpot_s"], told["ttft_s"], told["is_attainable"]) == (
         5,
@@ -26,7 +27,10 @@ async def test_targets_are_set_with_units_and_shown() -> None:
         None,
         False,
     )
-    assert cleared.out.startswith("all: TPOT -, TTFT -;")
+    without, line, _ = cleared.out.splitlines()
+    assert without.startswith("no targets: ")
+    assert "--tpot" in without
+    assert line.startswith("all: TPOT -, TTFT -;")
 
 
 async def test_without_options_nothing_is_set() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import headrace.clients.client as client_module
 from headrace.clients import (
     Chat,
     ChatMessage,
+    DeadlineExceeded,
     InferenceClient,
     InvalidArgument,
     NotFound,
@@ -125,7 +128,7 @@ async def test_who_waits_asks_until_the_server_serves(monkeypatch: pytest.Monkey
         ServingStatus.SERVING,
     ]
 
-    async def health(self: InferenceClient, service: str = "") -> ServingStatus:
+    async def health(self: InferenceClient, service: str = "", *, timeout_s: float) -> ServingStatus:
         assert service == "some.Service"
         answer = answers.pop(0)
         if isinstance(answer, Unavailable):
@@ -136,6 +139,29 @@ async def test_who_waits_asks_until_the_server_serves(monkeypatch: pytest.Monkey
     async with InferenceClient("127.0.0.1:1") as client:
         assert await client.wait_until_serving("some.Service", timeout_s=60) is ServingStatus.SERVING
     assert answers == []
+
+
+async def test_who_waits_for_a_server_that_says_nothing_waits_no_longer_than_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, answers_s = 100.0, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    async def health(self: InferenceClient, service: str = "", *, timeout_s: float) -> ServingStatus:
+        answers_s.append(timeout_s)
+        await sleep(timeout_s)
+        raise DeadlineExceeded("not a word")
+
+    loop = SimpleNamespace(time=lambda: now_s)
+    monkeypatch.setattr(client_module, "asyncio", SimpleNamespace(get_running_loop=lambda: loop, sleep=sleep))
+    monkeypatch.setattr(InferenceClient, "health", health)
+    with pytest.raises(DeadlineExceeded):
+        await InferenceClient("127.0.0.1:1").wait_until_serving(timeout_s=12)
+    assert answers_s == [5.0, 5.0, 1.5]
+    assert now_s == 112.0
 
 
 async def test_when_the_time_is_over_the_last_answer_stands() -> None:

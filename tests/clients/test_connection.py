@@ -13,6 +13,8 @@ import pytest
 from headrace.clients import InferenceClient, InvalidArgument, RetryPolicy, Unavailable
 from headrace.clients.connection import ConnectionOptions, check_target, open_channel, wait_until_connected
 from headrace.clients.retry import Attempts
+from tests.support.breakable_link import breakable_link
+from tests.support.fake_scripts import says_and_hangs
 from tests.support.fake_server import running_fake_server
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.001, max_backoff_s=0.002)
@@ -106,6 +108,20 @@ async def test_a_host_that_says_nothing_is_given_up_at_the_deadline() -> None:
         async with InferenceClient(target) as client:
             with pytest.raises(Unavailable, match="no server answers"):
                 await client.session(timeout_s=0.3).__aenter__()
+
+
+async def test_a_network_that_passes_nothing_on_is_noticed_once_an_answer_is_overdue() -> None:
+    options = ConnectionOptions(keepalive_time_s=0.3, keepalive_timeout_s=0.3)
+    async with (
+        running_fake_server(default=says_and_hangs) as server,
+        breakable_link(server.target) as link,
+        InferenceClient(link.address, connection=options) as client,
+    ):
+        events = aiter(client.generate("hello"))
+        await anext(events)
+        link.freeze()
+        with pytest.raises(Unavailable):
+            [event async for event in events]
 
 
 async def test_a_client_that_was_closed_is_not_waited_for() -> None:
