@@ -15,6 +15,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from headrace.v1.control_pb2 import GetLoadRequest
 from headrace.v1.generation_pb2 import GenerateRequest
 from tests.support.fake_runner import expected_output
+from tests.support.served_tiny import served_tiny
 from tests.support.server_process import ServerProcess, server_process
 from tests.support.service import PROMPT, GenerateCall, ids_of, make_start, rest_of, until
 
@@ -111,6 +112,18 @@ async def test_the_log_says_where_to_connect_and_what_is_on(ready_file: Path) ->
         "auth": False,
     }
     assert ready | said == ready
+    # How much fits, too: blocks, tokens, the longest sequence.
+    assert ready["kv_tokens"] == ready["kv_blocks"] * ready["block_size"] > 0
+    assert ready["max_model_len"] > 0
+
+
+async def test_a_server_needs_no_home_that_it_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    async with served_tiny(tmp_path) as tiny:
+        await tiny.assert_unharmed()
 
 
 async def test_a_ready_file_that_cannot_be_written_is_refused_before_the_model_loads(tmp_path: Path) -> None:
