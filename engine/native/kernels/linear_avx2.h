@@ -18,15 +18,15 @@ struct FewRows {
   template <typename Math>
   static constexpr int kRows = Math::kRowsOfFew;  // at once
   static constexpr int kParts = kPanel / 8;  // half vectors at once
-  static constexpr int64_t kUnits = 16;
-  static constexpr int64_t kAheadBytes = 3072;
+  static int64_t units(int64_t) { return 16; }  // of a block
+  static int64_t ahead_bytes(int64_t) { return 3072; }
 };
 struct ManyRows {
   template <typename Math>
   static constexpr int kRows = 6;
   static constexpr int kParts = kPanel / 16;
-  static constexpr int64_t kUnits = 64;
-  static constexpr int64_t kAheadBytes = kUnits * kPanel * 4;
+  static int64_t units(int64_t num_rows) { return num_rows <= 24 ? 64 : 96; }
+  static int64_t ahead_bytes(int64_t num_rows) { return units(num_rows) * kPanel * 4; }
 };
 
 // Lines that are fetched meanwhile, so many at every kFetchUnits.
@@ -121,13 +121,14 @@ void multiply_rows_in_blocks(const LinearCall& call, int64_t first_row, int64_t 
     prefetch_rows<Stored, Out, 1>(call, first_row + row, panel * kPanel);
     for (float& sum : sums[row]) sum = 0.f;
   }
-  for (int64_t unit = 0; unit < num_units; unit += Way::kUnits) {
-    const int64_t count = num_units - unit < Way::kUnits ? num_units - unit : Way::kUnits;
-    const char* block = reinterpret_cast<const char*>(weights + unit * kPanel);
-    const char* const end = block + Way::kAheadBytes + count * kPanel * 4;
+  const int64_t block_units = Way::units(num_rows);
+  for (int64_t unit = 0; unit < num_units; unit += block_units) {
+    const int64_t count = num_units - unit < block_units ? num_units - unit : block_units;
+    const char* ahead = reinterpret_cast<const char*>(weights + unit * kPanel) + Way::ahead_bytes(num_rows);
+    const char* const end = ahead + count * kPanel * 4;
     const int64_t num_steps = (count + kFetchUnits - 1) / kFetchUnits;
     const int64_t num_turns = num_groups * (kPanel / 8 / Way::kParts) * num_steps;
-    Coming coming = {block + Way::kAheadBytes, is_fetching ? (count * kPanel * 4 / 64 + num_turns - 1) / num_turns : 0};
+    Coming coming = {ahead, is_fetching ? (count * kPanel * 4 / 64 + num_turns - 1) / num_turns : 0};
     for (int64_t group = 0; group < num_groups; ++group) {
       const int64_t begin = num_rows * group / num_groups, rows = num_rows * (group + 1) / num_groups - begin;
       for (int column = 0; column < kPanel; column += 8 * Way::kParts) {
