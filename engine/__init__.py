@@ -1,6 +1,7 @@
 """The engine's one door: everything that a front end may use. Importing it imports no torch."""
 
 from headrace.engine.async_engine import AsyncEngine
+from headrace.engine.async_scheduling import AsyncScheduling
 from headrace.engine.config import (
     MAX_LATENCY_TARGET_S,
     MAX_SPECULATIVE_TOKENS,
@@ -86,6 +87,7 @@ __all__ = [
     "MAX_SPECULATIVE_TOKENS",
     "MIN_LATENCY_TARGET_S",
     "AsyncEngine",
+    "AsyncScheduling",
     "BatchingPolicy",
     "BlockCounts",
     "CacheConfig",

@@ -1,7 +1,10 @@
 """The engine as asyncio sees it: one background coroutine that rebuilds the batch at every step.
 
-All state belongs to the event loop's thread; only `Runner.execute` runs elsewhere, with a frozen plan in and
-a frozen result out. So submit, abort and figures need no lock, and a long prefill never freezes the loop.
+All state belongs to the event loop's thread; only the `Runner` runs elsewhere, with a frozen plan in and a
+frozen result out. So submit, abort and figures need no lock, and a long prefill never freezes the loop.
+
+With asynchronous scheduling up to two steps are under way: while a device runs the first, the one behind it
+is planned and launched. What is asked from outside is applied each time that a step has returned.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, ModelInfo
+from headrace.engine.async_scheduling import runs_ahead
+from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, ModelInfo, Speculation
 from headrace.engine.constraints import ConstraintDesk
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.errors import Draining, EngineDead
@@ -22,6 +26,7 @@ from headrace.engine.outputs import FailureEvent, Load
 from headrace.engine.runner.fault_barrier import FaultBarrier
 from headrace.engine.runner.protocol import LoadedModel
 from headrace.engine.scheduling.budget import LatencyDesk
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.sequence import Request, RequestId
 from headrace.engine.streams import StepWatch, TokenStream
 from headrace.engine.tokenizer import Tokenizer
@@ -54,6 +59,11 @@ class AsyncEngine:
             draft_max_len=model.draft_max_len,
         )
         self._barrier = FaultBarrier(model.runner)
+        self._runs_ahead = runs_ahead(
+            config.scheduler.async_scheduling,
+            computes_apart=model.computes_apart,
+            is_speculating=config.speculation.kind is not Speculation.NONE,
+        )
         self._constraints = ConstraintDesk(model)
         self._streams: dict[RequestId, TokenStream] = {}
         self._to_abort: set[RequestId] = set()
@@ -250,7 +260,7 @@ class AsyncEngine:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        while not self._is_stopping:
+        while not self._is_stopping or self._core.num_under_way:
             self._publish(self._core.abort(self._to_abort))
             self._to_abort.clear()
             self._core.resume(self._to_resume)
@@ -258,19 +268,29 @@ class AsyncEngine:
             self._publish(self._core.expire())
             if self._end_all:
                 self._publish(self._core.fail_all(_stopped()))
-            plan = self._core.begin_step()
-            if plan is None:
+            plans = self._plan()
+            if not plans and not self._core.num_under_way:
                 if self._config.check_integrity:
                     self._core.check_integrity()
                 self._wake.clear()
                 await self._rest()
                 continue
-            result = await loop.run_in_executor(self._executor, self._barrier.execute, plan)
+            result = await loop.run_in_executor(self._executor, self._barrier.advance, *plans)
             events, stats = self._core.finish_step(result)
             self._last_progress_s = time.monotonic()
             self._publish(events)
             for watch in self._watches:
                 watch.put(stats)
+
+    def _plan(self) -> list[StepPlan]:
+        """What is to be launched now: the next step, if none is under way, and the one behind it, if that can
+        be planned before it has returned."""
+        if self._is_stopping:
+            return []
+        plans = [] if self._core.num_under_way else [self._core.begin_step()]
+        if self._runs_ahead and None not in plans:
+            plans.append(self._core.begin_step(ahead=True))
+        return [plan for plan in plans if plan is not None]
 
     async def _rest(self) -> None:
         """Wait until something comes, or until something is due of what there is."""

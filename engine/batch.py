@@ -35,6 +35,8 @@ class ModelInput:
             row's last known one and its drafts; may be empty.
         prompt_rows: (P,), int64: tokens of the flat axis whose successor in the prompt is to be told with its
             logprob, ascending; nearly always empty.
+        taken_from: (T,), int64: for each token that the step before draws, the place that it draws it in; -1
+            for those that `input_ids` holds. (0,) where it holds all.
     """
 
     input_ids: Tensor
@@ -42,6 +44,17 @@ class ModelInput:
     attention: AttentionMetadata
     logits_rows: Tensor
     prompt_rows: Tensor
+    taken_from: Tensor
+
+
+def with_drawn(input_ids: Tensor, taken_from: Tensor, drawn: Tensor) -> Tensor:
+    """Token ids with those in their places that the step before draws, which nobody looks at.
+
+    Args:
+        input_ids, taken_from: (T,), int64: see `ModelInput`.
+        drawn: (P,), int64: what that step draws in its places.
+    """
+    return torch.where(taken_from < 0, input_ids, drawn.index_select(0, taken_from.clamp(min=0)))
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) -> ModelInput:
@@ -88,6 +101,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
         ),
         logits_rows=tensor(_logits_rows(plan, cu_seqlens_q[1:]), np.int64),
         prompt_rows=tensor(_prompt_rows(plan, cu_seqlens_q), np.int64),
+        taken_from=tensor(_taken_from(plan, cu_seqlens_q), np.int64),
     )
     return batch if device.type == "cpu" else uploaded(batch, device)
 
@@ -101,6 +115,7 @@ def uploaded(batch: ModelInput, device: torch.device) -> ModelInput:
             batch.positions,
             batch.logits_rows,
             batch.prompt_rows,
+            batch.taken_from,
             attention.slot_mapping,
             attention.block_table,
             attention.seq_lens,
@@ -109,10 +124,11 @@ def uploaded(batch: ModelInput, device: torch.device) -> ModelInput:
         ),
         device,
     )
-    input_ids, positions, logits_rows, prompt_rows, slot_mapping, table, seq_lens, cu_q, cu_k = there
+    input_ids, positions, logits_rows, prompt_rows, taken_from = there[:5]
+    slot_mapping, table, seq_lens, cu_q, cu_k = there[5:]
     longest = attention.max_query_len, attention.max_seq_len
     metadata = AttentionMetadata(slot_mapping, table, seq_lens, cu_q, cu_k, *longest)
-    return ModelInput(input_ids, positions, metadata, logits_rows, prompt_rows)
+    return ModelInput(input_ids, positions, metadata, logits_rows, prompt_rows, taken_from)
 
 
 def _logits_rows(plan: StepPlan, ends: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -134,6 +150,15 @@ def _prompt_rows(plan: StepPlan, cu_seqlens_q: NDArray[np.int64]) -> NDArray[np.
         if row.num_prompt_logprobs is not None
     ]
     return np.concatenate(runs) if runs else np.empty(0, np.int64)
+
+
+def _taken_from(plan: StepPlan, cu_seqlens_q: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(T,): see `ModelInput`."""
+    if plan.follows is None:
+        return np.empty(0, np.int64)
+    taken_from = np.full(plan.num_tokens, -1, np.int64)
+    taken_from[cu_seqlens_q[:-1]] = [-1 if row.takes_from is None else row.takes_from for row in plan.rows]
+    return taken_from
 
 
 def _cumulated(lens: NDArray[np.int64]) -> NDArray[np.int64]:

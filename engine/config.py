@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from headrace.engine.async_scheduling import AsyncScheduling, check_suits
 from headrace.engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -60,11 +61,9 @@ class ModelConfig:
     kv_splits: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r} is not known: use one of {', '.join(DTYPES)}")
-        if self.device not in DEVICES:
-            raise ConfigError(f"device={self.device!r} is not known: use one of {', '.join(DEVICES)}")
-        _check_weight_dtype("weight_dtype", self.weight_dtype)
+        _require_one_of("dtype", self.dtype, DTYPES)
+        _require_one_of("device", self.device, DEVICES)
+        _require_one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
         _require_at_least("max_model_len", self.max_model_len, 2)
 
 
@@ -122,6 +121,7 @@ class SchedulerConfig:
         paused_hold_s: how long a paused sequence holds its blocks though nobody needs them, seconds.
         max_num_paused: most sequences that are paused; beyond that the longest paused request of the client
             that has the most of them is ended as overloaded.
+        async_scheduling: see `AsyncScheduling`.
     """
 
     max_num_seqs: int = 16
@@ -137,6 +137,7 @@ class SchedulerConfig:
     max_unread_tokens: int = 1024
     paused_hold_s: float = 10.0
     max_num_paused: int = 1024
+    async_scheduling: AsyncScheduling = AsyncScheduling.AUTO
 
     def __post_init__(self) -> None:
         _require_at_least("max_unread_tokens", self.max_unread_tokens, 1)
@@ -209,7 +210,7 @@ class SpeculationConfig:
     draft_weight_dtype: str = "same"
 
     def __post_init__(self) -> None:
-        _check_weight_dtype("draft_weight_dtype", self.draft_weight_dtype)
+        _require_one_of("draft_weight_dtype", self.draft_weight_dtype, WEIGHT_DTYPES)
         _require_at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         _require_at_least("max_speculative_tokens", self.max_speculative_tokens, 1)
         if self.max_speculative_tokens > MAX_SPECULATIVE_TOKENS:
@@ -303,6 +304,7 @@ class EngineConfig:
         _require_at_least("num_threads", self.num_threads, 1)
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads={self.num_threads} is too many: use {MAX_THREADS} or fewer")
+        check_suits(self.scheduler.async_scheduling, self.speculation.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,9 +383,9 @@ class ModelInfo:
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
-def _check_weight_dtype(name: str, value: str) -> None:
-    if value not in WEIGHT_DTYPES:
-        raise ConfigError(f"{name}={value!r} is not known: use one of {', '.join(WEIGHT_DTYPES)}")
+def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is not known: use one of {', '.join(known)}")
 
 
 def _require_at_least(name: str, value: int | None, least: int) -> None:

@@ -1,15 +1,17 @@
 """One engine without asyncio and without threads: `begin_step`, then `finish_step`.
 
-Whoever drives it (see `headrace.engine.async_engine`) runs the plan in between, wherever it likes.
-Requests may be added at any time; they are ended between steps only, so a step's rows outlive the step.
+Whoever drives it (see `headrace.engine.async_engine`) runs the plan in between, wherever it likes. Where a
+device runs it, the step behind it can be planned meanwhile.
+Requests may be added and ended at any time. A sequence that leaves the batch while a step is under way may
+have a row in it: that row is void, and what it writes to is nobody else's before the step has returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
+from itertools import compress, count
 
 from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
 from headrace.engine.errors import (
@@ -21,6 +23,7 @@ from headrace.engine.errors import (
     RequestFailed,
 )
 from headrace.engine.expiries import Expiries
+from headrace.engine.flights import Flight, Flights
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.live import UNTELLABLE, LiveRequest, LiveSequence, Taken
 from headrace.engine.outputs import (
@@ -34,8 +37,9 @@ from headrace.engine.outputs import (
     TokenEvent,
 )
 from headrace.engine.scheduling.admission import QueueGate
+from headrace.engine.scheduling.ahead import PlanAhead
 from headrace.engine.scheduling.budget import LatencyBudget, LatencyDesk
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult, as_run
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId, SequenceStatus
 from headrace.engine.speculative.speculator import Speculator, make_proposer
@@ -44,17 +48,6 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.validation import check_request, max_tokens_for
 
 RequestEvent = tuple[RequestId, OutputEvent]
-
-
-@dataclass(frozen=True, slots=True)
-class _BegunStep:
-    """The step between `begin_step` and `finish_step`."""
-
-    plan: StepPlan
-    num_preemptions: int
-    num_waiting: int
-    started_s: float
-    planned_s: float
 
 
 class EngineCore:
@@ -109,14 +102,18 @@ class EngineCore:
         self._expiries = Expiries()
         self._sequence_ids = count()
         self._totals = StepTotals()
-        self._begun: _BegunStep | None = None
-        self._last_step: _BegunStep | None = None
-        self._last_propose_s = 0.0
+        self._flights = Flights(self._budget)
+        self._ahead = PlanAhead(self._scheduler, self._kv, self._budget)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._live)
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps that were planned and have not been finished: none, one, or two."""
+        return len(self._flights)
 
     @property
     def due_s(self) -> float | None:
@@ -183,13 +180,13 @@ class EngineCore:
             self._scheduler.add(sequence)
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
-        """End requests as cancelled, between steps. Ids that are not live are passed over."""
+        """End requests as cancelled. Ids that are not live are passed over."""
         lives = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         return [event for live in lives for event in self._cut_off(live, FinishReason.CANCELLED)]
 
     def pause(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
-        """Compute nothing for requests whose readers lag until `resume`, between steps. Ids that are not live
-        are passed over. Where more sequences are paused than may be, requests are ended as overloaded: the
+        """Compute nothing for requests whose readers lag until `resume`. Ids that are not live are passed
+        over. Where more sequences are paused than may be, requests are ended as overloaded: the
         longest paused one of the client that has the most of them."""
         now_s, parking = self._clock(), self._scheduler.parking
         for live in self._open_sequences(request_ids):
@@ -201,7 +198,7 @@ class EngineCore:
         return events
 
     def resume(self, request_ids: Iterable[RequestId]) -> None:
-        """Go on with requests that were paused, between steps. Ids that are not live are passed over."""
+        """Go on with requests that were paused. Ids that are not live are passed over."""
         now_s = self._clock()
         for live in self._open_sequences(request_ids):
             self._scheduler.resume(live.sequence, now_s)
@@ -211,11 +208,11 @@ class EngineCore:
         return [live for request in lives for live in request.open.values()]
 
     def fail_all(self, error: EngineError) -> list[RequestEvent]:
-        """End every request with `error`, between steps."""
+        """End every request with `error`."""
         return [self._fail(live, error) for live in list(self._live.values())]
 
     def expire(self) -> list[RequestEvent]:
-        """End the requests whose time limit or deadline has passed, between steps."""
+        """End the requests whose time limit or deadline has passed."""
         now_s = self._clock()
         events: list[RequestEvent] = []
         for live in self._expiries.due(now_s):
@@ -227,71 +224,75 @@ class EngineCore:
                 events += self._cut_off(live, FinishReason.TIME_LIMIT)
         return events
 
-    def begin_step(self) -> StepPlan | None:
+    def begin_step(self, *, ahead: bool = False) -> StepPlan | None:
         """Plan the next step; None when there is nothing to do before `due_s`. `finish_step` must follow
-        before the next one."""
-        if self._begun is not None:
-            raise IntegrityError(f"step {self._begun.plan.step} was never finished")
+        before the next one.
+
+        Args:
+            ahead: plan the one behind the step that is under way, before that one has drawn its tokens. None
+                then, too, where something has to be decided between the two.
+        """
         started_s = self._clock()
-        if self._last_step is not None:
-            # A step lasts until the next one: all that happens in between makes its tokens' gap longer, too.
-            # What a draft model takes is another matter.
-            took_s = started_s - self._last_step.started_s - self._last_propose_s
-            self._budget.observe(self._last_step.plan, took_s)
-        plan, num_preemptions = self._scheduler.schedule(self._totals.num_steps, started_s)
+        if ahead:
+            plan, num_preemptions = self._plan_ahead(started_s)
+            num_told = num_preemptions
+        else:
+            self._flights.begin(started_s)
+            plan, num_preemptions = self._scheduler.schedule(self._totals.num_steps, started_s)
+            num_told = self._num_untold_preemptions + num_preemptions
         self._num_untold_preemptions += num_preemptions
-        self._last_step = None
         if plan is not None:
-            self._begun = _BegunStep(
-                plan,
-                self._num_untold_preemptions,
-                len(self._scheduler.waiting),
-                started_s,
-                planned_s=self._clock(),
-            )
+            num_waiting, allowance = len(self._scheduler.waiting), self._budget.allowance
+            self._flights.add(Flight(plan, allowance, num_told, num_waiting, started_s, self._clock()))
+            self._kv.under_way.note(self._flights.sequence_ids)
         return plan
 
+    def _plan_ahead(self, now_s: float) -> tuple[StepPlan | None, int]:
+        if self.num_under_way != 1 or self._speculator.is_active:
+            return None, 0
+        last = self._flights.newest.plan
+        sequences = [None if live is None else live.sequence for live in map(self._running, last.rows)]
+        return self._ahead.plan(last, sequences, now_s)
+
+    def _running(self, row: ScheduledSequence) -> LiveSequence | None:
+        """Whose row it is; None once it is void. Nobody comes back to the batch while a row of it is under
+        way, so who runs has run since it was planned."""
+        live = self._by_sequence.get(row.sequence_id)
+        return live if live is not None and live.sequence.status is SequenceStatus.RUNNING else None
+
     def finish_step(self, result: StepResult) -> tuple[list[RequestEvent], StepStats]:
-        """Take in the outcome of the step that `begin_step` planned.
+        """Take in the outcome of the oldest step under way.
 
         Returns:
             What to tell the callers, in order, and what the step did.
         """
-        begun, self._begun = self._begun, None
-        if begun is None:
-            raise IntegrityError("no step was begun")
-        # What it took is learned for what it did.
-        self._last_step = replace(begun, plan=as_run(begun.plan, result))
-        self._last_propose_s = result.propose_s
+        begun = self._flights.take()
+        self._kv.under_way.note(self._flights.sequence_ids)
         self._speculator.note_step(begun.plan, result)
         executed_s = self._clock()
-        rows = begun.plan.rows
-        lives = [self._by_sequence[row.sequence_id] for row in rows]
+        # Nothing of a void row is taken in.
+        found = [self._running(row) for row in begun.plan.rows]
+        rows, outcomes = list(compress(begun.plan.rows, found)), list(compress(result.rows, found))
+        lives = [live for live in found if live is not None]
         slots = [live.sequence.batch_slot for live in lives]
-        taken = self._take_all_in(lives, rows, result.rows, executed_s)
+        taken = self._take_all_in(lives, rows, outcomes, executed_s)
         # Counted before anybody leaves: the step ran with these blocks.
         num_used = self._scheduler.num_computed_tokens - self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
-        events = self._tell_all(lives, result, taken)
-        stats = StepStats(
-            step=begun.plan.step,
-            num_waiting=begun.num_waiting,
-            num_preemptions=begun.num_preemptions,
-            blocks=self._kv.counts,
-            num_kv_slots_allocated=num_allocated,
-            num_kv_slots_used=num_used,
-            schedule_s=begun.planned_s - begun.started_s,
-            execute_s=executed_s - begun.planned_s,
-            update_s=self._clock() - executed_s,
-            rows=tuple(
+        events = self._tell_all(lives, outcomes, taken)
+        stats = begun.stats(
+            result,
+            tuple(
                 live.stats(row, slot, new)
                 for live, row, slot, new in zip(lives, rows, slots, taken, strict=True)
             ),
-            started_s=begun.started_s,
-            num_draft_failures=sum(each.is_draft_failed for each in result.rows)
-            if self._speculator.is_active
-            else 0,
+            self._kv.counts,
+            num_kv_slots_allocated=num_allocated,
+            num_kv_slots_used=num_used,
+            executed_s=executed_s,
+            updated_s=(updated_s := self._clock()),
         )
+        self._flights.note_end(begun, result, updated_s)
         self._num_untold_preemptions -= begun.num_preemptions
         before, self._totals = self._totals, self._totals.plus(stats)
         self._gate.note_step(
@@ -305,10 +306,11 @@ class EngineCore:
         return self._kv.flush()
 
     def check_integrity(self) -> None:
-        """Audit the KV pool, and with nobody live demand that it is whole; else IntegrityError."""
+        """Audit the KV pool, and demand that it is whole when nobody is live and no step under way; else
+        IntegrityError."""
         self._kv.check_integrity()
         kept = self._kv.num_live_blocks, self._kv.num_remembered
-        if not self._live and any(kept):
+        if not self._live and not self._flights and any(kept):
             raise IntegrityError(f"nobody is live, yet {kept[0]} blocks and {kept[1]} entries are kept")
 
     def _take_all_in(
@@ -344,11 +346,11 @@ class EngineCore:
         return taken
 
     def _tell_all(
-        self, lives: List[LiveSequence], result: StepResult, taken: List[Taken | TokenEvent | None]
+        self, lives: List[LiveSequence], outcomes: List[RowResult], taken: List[Taken | TokenEvent | None]
     ) -> list[RequestEvent]:
         """Let those leave who are over, and tell what is new."""
         events: list[RequestEvent] = []
-        for live, outcome, new in zip(lives, result.rows, taken, strict=True):
+        for live, outcome, new in zip(lives, outcomes, taken, strict=True):
             request = live.request
             if live.sequence.status is SequenceStatus.FINISHED:
                 continue  # another sequence of its request has failed in this step

@@ -1,7 +1,8 @@
 """Numbers between host and device: to the device without waiting for it, back in one copy that waits.
 
 A GPU computes what it was given while the host goes on. Whoever looks at one of its numbers, be it to ask
-whether any row is tied, waits for all that it has to do: so a step looks once, at its end.
+whether any row is tied, waits for all that it has to do: so a step looks once, at its end, and only at what
+was copied to the host behind its own work. What was launched after that, nobody waits for.
 """
 
 from __future__ import annotations
@@ -60,15 +61,35 @@ def is_at_hand(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class Download:
+    """A tensor's numbers on their way to the host. Its copy stands behind all that was launched before, and
+    before all that is launched after: what comes after is not waited for.
+
+    Args:
+        tensor: on any device; not written to any more.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            here.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+            tensor = here
+        self._here = tensor
+
+    def numbers(self) -> list[float]:
+        """They, flat. Waits until they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[float] = self._here.flatten().tolist()
+        return numbers
+
+
 def download(tensor: Tensor) -> list[float]:
     """A tensor's numbers, flat, on the host. Waits for all that its device has to do before."""
-    if tensor.device.type == "cuda":
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        here.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        tensor = here
-    numbers: list[float] = tensor.flatten().tolist()
-    return numbers
+    return Download(tensor).numbers()
 
 
 def _part(buffer: Tensor, start: int, like: Tensor) -> Tensor:

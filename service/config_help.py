@@ -18,7 +18,7 @@ _GROUPS = (
     ("memory", r"(block_size|num_blocks|kv_memory|gpu_memory_utilization|prefix_caching)"),
     (
         "scheduling",
-        r"(batching|static_batch_\w+|max_num_(seqs|batched_tokens|waiting|skips)|max_prefill_\w+)",
+        r"(batching|async_scheduling|static_batch_\w+|max_num_(seqs|batched_tokens|waiting|skips)|max_prefill_\w+)",
     ),
     ("scheduling", r"(max_waiting_tokens|max_priority|priority_ageing_s|client_weights)"),
     ("latency targets", r"(target|class)_(tpot|ttft)_ms|refuse_late"),

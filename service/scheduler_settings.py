@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.engine import BatchingPolicy, SchedulerConfig
+from headrace.engine import AsyncScheduling, BatchingPolicy, SchedulerConfig
 from headrace.service.limits import Limits
 from headrace.service.stream_settings import StreamSettings
 
@@ -25,6 +25,11 @@ class SchedulerSettings(StreamSettings):
         le=60,
         description="with static batching, for how long the oldest request waits for others to fill up its "
         f"batch, seconds (default: {SchedulerConfig().static_batch_wait_s:g}); a full one begins at once",
+    )
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="whether a step is prepared and launched while the one before it runs: auto does it on a "
+        "GPU, unless --speculation proposes tokens; on a CPU it gains nothing",
     )
     max_num_seqs: int = Field(16, ge=1, description="batch slots: most sequences in one step")
     max_num_batched_tokens: int = Field(512, ge=1, description="token budget: most tokens in one step")
@@ -83,6 +88,7 @@ class SchedulerSettings(StreamSettings):
             max_num_waiting=self.max_num_waiting,
             max_num_skips=self.max_num_skips,
             batching=BatchingPolicy(self.batching),
+            async_scheduling=AsyncScheduling(self.async_scheduling),
             max_waiting_tokens=self.max_waiting_tokens,
             priority_ageing_s=self.priority_ageing_s,
             client_weights=self.client_weights,

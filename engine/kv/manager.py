@@ -11,6 +11,7 @@ from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.block_pool import BlockPool
 from headrace.engine.kv.prefix_cache import BlockKey, PrefixCache, chain_root, next_key
+from headrace.engine.kv.under_way import UnderWay
 from headrace.engine.outputs import BlockCounts
 from headrace.engine.sequence import SequenceId
 
@@ -71,7 +72,8 @@ class _BlockTable:
 
 
 class KVCacheManager:
-    """The one owner of block tables. Leaving by any path is `free`, once.
+    """The one owner of block tables. Leaving by any path is `free`, once. What a step that is under way may
+    still write to is free when that one has returned.
 
     Args:
         layout: the pool as allocated.
@@ -89,6 +91,7 @@ class KVCacheManager:
         self._chains: dict[SequenceId, list[BlockKey]] = {}
         # Per waiting sequence: what it was found to share, and how many blocks had been forgotten by then.
         self._matches: dict[SequenceId, tuple[int, list[int]]] = {}
+        self.under_way = UnderWay(self._pool)
         self.drafted = DraftedBlocks()
 
     @property
@@ -109,7 +112,7 @@ class KVCacheManager:
     @property
     def num_remembered(self) -> int:
         """Entries that are kept for sequences: none once all are over."""
-        return len(self._tables) + len(self._chains) + len(self._matches)
+        return len(self._tables) + len(self._chains) + len(self._matches) + len(self.under_way.parked)
 
     @property
     def ref_counts(self) -> List[int]:
@@ -242,7 +245,7 @@ class KVCacheManager:
             # It may be as long again soon, with other blocks.
             table.as_tuple = ()
         # Last block first: what begins a text is likelier to be asked for again than what ends it.
-        self._pool.release(reversed(given_back))
+        self.under_way.give_back(sequence_id, given_back[::-1])
         return len(given_back)
 
     def withdraw(self, sequence_id: SequenceId) -> None:
@@ -261,7 +264,8 @@ class KVCacheManager:
         Raises:
             IntegrityError: they don't add up.
         """
-        self._pool.check_integrity(table.block_ids for table in self._tables.values())
+        tables = [table.block_ids for table in self._tables.values()]
+        self._pool.check_integrity([*tables, *self.under_way.parked])
 
     def _on_evict(self, block_id: int) -> None:
         if not self._cache.forget(block_id):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionBackend, AttentionMetadata
-from headrace.engine.batch import build_batch
+from headrace.engine.batch import build_batch, with_drawn
 from headrace.engine.config import CacheLayout
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.scheduling.plan import StepPlan
@@ -143,8 +143,11 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def hidden(self, plan: StepPlan) -> Tensor | None:
+    def hidden(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor | None:
         """Run a step by its graph.
+
+        Args:
+            drawn: (P,), int64: what the step draws that this one follows; None where it follows none.
 
         Returns:
             (R, hidden size), as `ForwardModel.hidden` gives it; good until the next call. None where the step
@@ -153,7 +156,7 @@ class DecodeGraphs:
         size = self._size_for(plan)
         if size is None:
             return None
-        self._buffers.fill(plan, self._block_size, size)
+        self._buffers.fill(plan, self._block_size, size, drawn)
         self._replays[size]()
         return self._buffers.out[: len(plan.rows)]
 
@@ -191,10 +194,10 @@ class _StaticBuffers:
         self.width = width
         self._device = device
         # By kind of number, so that a step's are brought here in three copies.
-        self._longs = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+        self._longs = torch.zeros((4, num_rows), dtype=torch.int64, device=device)
         self._ints = torch.zeros(2 * num_rows + 1, dtype=torch.int32, device=device)
         self._table = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
-        self.input_ids, self.positions, self._slots = self._longs
+        self.input_ids, self.positions, self._slots, self._taken_from = self._longs
         self._seq_lens, self._cu_seqlens_k = self._ints[:num_rows], self._ints[num_rows:]
         self._cu_seqlens_q = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self.all_rows = torch.arange(num_rows, device=device)
@@ -225,7 +228,7 @@ class _StaticBuffers:
         for tensor in (self._longs, self._ints, self._table):
             tensor.zero_()
 
-    def fill(self, plan: StepPlan, block_size: int, size: int) -> None:
+    def fill(self, plan: StepPlan, block_size: int, size: int, drawn: Tensor | None) -> None:
         """Bring a step's numbers here, padded with rows of length 0.
 
         Copies need not be through when this returns: what they read belongs to torch's allocator of
@@ -237,6 +240,8 @@ class _StaticBuffers:
         longs[0, :num_rows] = batch.input_ids
         longs[1, :num_rows] = batch.positions
         longs[2, :num_rows] = attention.slot_mapping
+        if drawn is not None:
+            longs[3, :num_rows] = batch.taken_from
         ints = self._staged(self._ints.shape, torch.int32)
         ints[:num_rows] = attention.seq_lens
         cumulated = ints[len(self._seq_lens) :]
@@ -245,6 +250,9 @@ class _StaticBuffers:
         table = self._staged((size, self.width), torch.int32)
         table[:num_rows, : attention.block_table.shape[1]] = attention.block_table
         self._longs.copy_(longs, non_blocking=True)
+        if drawn is not None:
+            mine = self.input_ids[:num_rows]
+            mine.copy_(with_drawn(mine, self._taken_from[:num_rows], drawn))
         self._ints.copy_(ints, non_blocking=True)
         self._table[:size].copy_(table, non_blocking=True)
 

@@ -86,7 +86,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
         info.dtype,
     )
     draft_max_len = None if draft is None else draft.info.max_model_len
-    return LoadedModel(info, layout, runner, tokenizer, draft_max_len)
+    return LoadedModel(info, layout, runner, tokenizer, draft_max_len, computes_apart=device.type != "cpu")
 
 
 def _tell(

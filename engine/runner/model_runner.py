@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionBackend
-from headrace.engine.batch import build_batch
+from headrace.engine.batch import build_batch, with_drawn
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.runner.cuda_graphs import DecodeGraphs
-from headrace.engine.runner.results import StepTables, to_result
+from headrace.engine.runner.results import LaunchedTables, StepTables
 from headrace.engine.runner.verification import draw_places, greedy_places, masks_of
 from headrace.engine.sampling.constraint import RowMask
 from headrace.engine.sampling.logprobs import logprob_table
@@ -36,7 +36,8 @@ class ModelRunner:
     """See `headrace.engine.runner.protocol.Runner`.
 
     Holds no state of any sequence: what it computes is a function of the plan and of the KV pool, and
-    the KV that it writes is a function of the plan. So a step may be run again.
+    the KV that it writes is a function of the plan. So a step may be run again. It remembers what the last
+    step drew, on the device, for a plan that follows that one.
 
     Args:
         model: computes logits.
@@ -59,37 +60,60 @@ class ModelRunner:
         self._graphs = graphs
         self._block_size = layout.block_size
         self._has_told_draft_failure = False
+        self._last_step: int | None = None
+        self._last_drawn: Tensor | None = None
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Runner.execute`."""
+        return self.launch(plan).fetch()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedTables:
+        """See `Runner.launch`. Where the draft model has work, it is waited for."""
         if self._model is None or self._attention is None:
             raise IntegrityError("a step was sent to a runner that is closed")
+        before = self._drawn_before(plan)
         started_s = time.perf_counter()
         proposals = self._propose(plan)
         plan = proposals.plan
         propose_s = time.perf_counter() - started_s
-        hidden, num_places = self._forward(self._model, self._attention, plan)
+        hidden, num_places = self._forward(self._model, self._attention, plan, before)
         is_prompt_told = hidden.shape[0] > num_places
         drawn = _draw(self._model, hidden[:num_places], proposals) if num_places else StepTables()
         prompt = _tell_prompts(self._model, hidden[num_places:], plan) if is_prompt_told else ()
-        result = to_result(plan, replace(drawn, prompt=prompt), proposals.failed)
-        return replace(result, propose_s=propose_s)
+        self._last_step, self._last_drawn = plan.step, drawn.token_ids
+        return LaunchedTables(plan, replace(drawn, prompt=prompt), proposals.failed, propose_s)
+
+    def _drawn_before(self, plan: StepPlan) -> Tensor | None:
+        """(P,): what the step draws that a plan follows; None where all its tokens are known."""
+        last, drawn = self._last_step, self._last_drawn
+        # Should this one fail on its way, nothing may follow it.
+        self._last_step = self._last_drawn = None
+        if plan.follows is None:
+            return None
+        if plan.follows != last or drawn is None:
+            raise IntegrityError(
+                f"step {plan.step} follows step {plan.follows}, and step {last} was the last"
+            )
+        return drawn
 
     def _forward(
-        self, model: ForwardModel, attention: AttentionBackend, plan: StepPlan
+        self, model: ForwardModel, attention: AttentionBackend, plan: StepPlan, before: Tensor | None
     ) -> tuple[Tensor, int]:
         """Hidden states of the places that are drawn from, then of those before told prompt tokens; and how
         many of the first there are."""
         if self._graphs is not None:
-            hidden = self._graphs.hidden(plan)
+            hidden = self._graphs.hidden(plan, before)
             if hidden is not None:
                 return hidden, hidden.shape[0]
         batch = build_batch(plan, self._block_size, model.device)
         step = attention.begin_step(batch.attention)
         is_prompt_told = batch.prompt_rows.shape[0] > 0
         rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows
-        return model.hidden(batch.input_ids, batch.positions, step, rows), batch.logits_rows.shape[0]
+        input_ids = batch.input_ids
+        if before is not None:
+            input_ids = with_drawn(input_ids, batch.taken_from, before)
+        return model.hidden(input_ids, batch.positions, step, rows), batch.logits_rows.shape[0]
 
     def _propose(self, plan: StepPlan) -> Proposals:
         if all(row.draft is None for row in plan.rows):
@@ -143,7 +167,7 @@ class ModelRunner:
         """See `Runner.close`."""
         if self._graphs is not None:
             self._graphs.release()
-        self._model = self._attention = self._draft_model = self._graphs = None
+        self._model = self._attention = self._draft_model = self._graphs = self._last_drawn = None
 
 
 def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTables:

@@ -10,14 +10,39 @@ from headrace.engine.scheduling.plan import StepPlan, StepResult
 from headrace.engine.tokenizer import Tokenizer
 
 
+class LaunchedStep(Protocol):
+    """A step that is under way."""
+
+    def fetch(self) -> StepResult:
+        """Wait for its result. Called once. Steps that were launched after it are not waited for.
+
+        Raises:
+            Exception: the step as a whole failed; nothing of its result may be used.
+        """
+        ...
+
+
 class Runner(Protocol):
-    """Runs steps. Called from one worker thread, one call at a time."""
+    """Runs steps, in the order in which they are launched. Called from one worker thread, one call at a time.
+
+    Idempotent: a plan whose tokens are all known, or a part of its rows, run a second time writes the same KV
+    to the same slots and draws the same tokens. The fault barrier rests on it.
+    """
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Have the plan's tokens computed, their KV written, next tokens drawn for the sampled rows. Does not
+        wait for a device that computes while the host goes on.
+
+        Args:
+            plan: one that follows another (`StepPlan.follows`) is launched right behind it.
+
+        Raises:
+            Exception: the step as a whole failed; nothing of it may be used.
+        """
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens, write their KV, draw next tokens for the sampled rows.
-
-        Idempotent: a plan, or a part of its rows, run a second time writes the same KV to the same slots and
-        draws the same tokens. The fault barrier rests on it.
+        """Launch a plan, and wait for its result.
 
         Raises:
             Exception: the step as a whole failed; nothing of its result may be used.
@@ -35,6 +60,7 @@ class LoadedModel:
 
     Args:
         draft_max_len: longest sequence of the draft model that the runner has with it, tokens; None without.
+        computes_apart: whether steps are computed by a device, while the host goes on.
     """
 
     info: ModelInfo
@@ -42,6 +68,7 @@ class LoadedModel:
     runner: Runner
     tokenizer: Tokenizer
     draft_max_len: int | None = None
+    computes_apart: bool = False
 
 
 class LoadProgress(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.engine.sampling.logprobs import read_logprobs
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
-from headrace.engine.transfer import download
+from headrace.engine.transfer import Download
 
 _NOT_FINITE = "the model's output for this request is not finite (NaN or infinity)"
 _NO_CHOICE = (
@@ -38,20 +38,46 @@ class StepTables:
     prompt: tuple[Tensor, ...] = ()
     failures: tuple[str | None, ...] = ()
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        """(P,), int64: the tokens alone."""
+        return None if self.tokens is None else self.tokens[:, 0].long()
 
-def to_result(plan: StepPlan, tables: StepTables, draft_failed: frozenset[int] = frozenset()) -> StepResult:
-    """Bring the tables to the host, in the step's one copy, and share them out.
+
+class LaunchedTables:
+    """A step that was launched: its tables are on their way to the host, in its one copy. See
+    `headrace.engine.runner.protocol.LaunchedStep`.
 
     Args:
         draft_failed: places of rows that the draft model has failed for.
+        propose_s: see `StepResult`.
     """
-    prompt = torch.cat(tables.prompt) if tables.prompt else None
-    tokens, logprobs, told = (iter(t) for t in _to_host((tables.tokens, tables.logprobs, prompt)))
-    failures = iter(tables.failures)
-    results = [_row_result(row, tokens, logprobs, told, failures) for row in plan.rows]
-    for place in draft_failed:
-        results[place] = replace(results[place], is_draft_failed=True)
-    return StepResult(tuple(results))
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        tables: StepTables,
+        draft_failed: frozenset[int] = frozenset(),
+        propose_s: float = 0.0,
+    ) -> None:
+        self._plan, self._draft_failed, self._propose_s = plan, draft_failed, propose_s
+        self._failures = tables.failures
+        prompt = torch.cat(tables.prompt) if tables.prompt else None
+        parts = (tables.tokens, tables.logprobs, prompt)
+        self._shapes = [(0, 0) if part is None else tuple(part.shape) for part in parts]
+        # fp64 holds ids and ranks exactly.
+        flat = [part.double().flatten() for part in parts if part is not None]
+        self._download = Download(torch.cat(flat) if len(flat) > 1 else flat[0]) if flat else None
+
+    def fetch(self) -> StepResult:
+        """Wait for the tables and share them out."""
+        flat = [] if self._download is None else self._download.numbers()
+        tokens, logprobs, told = (iter(table) for table in _cut(flat, self._shapes))
+        failures = iter(self._failures)
+        results = [_row_result(row, tokens, logprobs, told, failures) for row in self._plan.rows]
+        for place in self._draft_failed:
+            results[place] = replace(results[place], is_draft_failed=True)
+        return StepResult(tuple(results), propose_s=self._propose_s)
 
 
 def _row_result(
@@ -104,16 +130,11 @@ def _run(draft_token_ids: Sequence[int], places: Sequence[_Numbers]) -> tuple[li
     return run, is_healthy, has_choice
 
 
-def _to_host(tables: Sequence[Tensor | None]) -> list[list[_Numbers]]:
-    """Rows of each table. fp64 holds ids and ranks exactly."""
-    flat: _Numbers = []
-    parts = [table.double().flatten() for table in tables if table is not None]
-    if parts:
-        flat = download(torch.cat(parts) if len(parts) > 1 else parts[0])
+def _cut(flat: _Numbers, shapes: Sequence[tuple[int, ...]]) -> list[list[_Numbers]]:
+    """The rows of each table."""
     rows: list[list[_Numbers]] = []
     first = 0
-    for table in tables:
-        num_rows, width = (0, 0) if table is None else table.shape
+    for num_rows, width in shapes:
         rows.append([flat[first + i * width : first + (i + 1) * width] for i in range(num_rows)])
         first += num_rows * width
     return rows

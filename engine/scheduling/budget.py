@@ -185,22 +185,29 @@ class LatencyBudget:
         )
         return self._allowance
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
+    @property
+    def allowance(self) -> StepAllowance:
+        """What the step may take on that was planned last."""
+        return self._allowance
+
+    def observe(self, plan: StepPlan, seconds: float, allowance: StepAllowance | None = None) -> None:
         """Learn from a step that has run.
 
         Args:
             seconds: from its beginning to that of the next one, which followed at once.
+            allowance: what it could take on; None for the step that was planned last.
         """
+        allowance = allowance or self._allowance
         shape = StepShape.of(plan)
         self.costs.observe(shape, seconds)
         if len(plan.rows) <= 2 and shape.num_decode_tokens > 0 and shape.num_prefill_tokens == 0:
             self._lone_steps_s.append(seconds)
             self._look_what_is_in_reach()
-        self._num_steps_over += seconds > self._allowance.limit_s
+        self._num_steps_over += seconds > allowance.limit_s
         if plan.step % _CHECK_STEPS == 0:
             self._tell_attainable()
         share = 1.0
-        if self._allowance.was_tight:
+        if allowance.was_tight:
             decode = StepShape(0, shape.num_decode_tokens, shape.num_context_tokens, 0)
             share = 1.0 - self.costs.predict(decode) / self.costs.predict(shape)
         self._prefill_share += _SHARE_GAIN * (share - self._prefill_share)

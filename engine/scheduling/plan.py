@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.sampling.constraint import RowConstraint
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.sequence import SequenceId
+
+UNKNOWN_TOKEN = -1
+"""Stands where a token will stand that the step before draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class ScheduledSequence(NamedTuple):
         constraint: what says which tokens may be drawn; None when all may.
         draft: what the draft model does for this row first. The drafts that it makes join `token_ids` in the
             runner: the plan has room for them and does not know them.
+        takes_from: for a row of a plan that follows another: its one token is what that one draws for its
+            sampled row of this number, counted from 0. `token_ids` then holds `UNKNOWN_TOKEN`.
     """
 
     sequence_id: SequenceId
@@ -78,6 +84,7 @@ class ScheduledSequence(NamedTuple):
     constraint: RowConstraint | None = None
     num_suppressed: int = 0
     draft: DraftWork | None = None
+    takes_from: int | None = None
 
     @property
     def end_position(self) -> int:
@@ -122,15 +129,34 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Never empty."""
+    """One step. Never empty.
+
+    Args:
+        follows: number of the step that it was planned behind before that one's tokens were known: the one
+            that is launched right before it. None where all tokens are known.
+    """
 
     step: int
     rows: tuple[ScheduledSequence, ...]
+    follows: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the forward pass computes."""
         return sum(row.num_planned_tokens for row in self.rows)
+
+
+def as_known(plan: StepPlan, drawn: Sequence[int]) -> StepPlan:
+    """The plan with the tokens that the step before it has drawn, so that it can be run by itself.
+
+    Args:
+        drawn: one token for each sampled row of that step.
+    """
+    rows = (
+        row if row.takes_from is None else row._replace(token_ids=(drawn[row.takes_from],), takes_from=None)
+        for row in plan.rows
+    )
+    return plan if plan.follows is None else StepPlan(plan.step, tuple(rows))
 
 
 def as_run(plan: StepPlan, result: StepResult) -> StepPlan:

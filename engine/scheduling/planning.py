@@ -129,6 +129,7 @@ def _decode_row(sequence: Sequence, block_ids: tuple[int, ...]) -> ScheduledSequ
             None,  # constraint
             0,  # num_suppressed
             None,  # draft
+            None,  # takes_from
         ),
     )
 

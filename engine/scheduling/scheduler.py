@@ -69,9 +69,7 @@ class Scheduler:
             SpeculationConfig(), None, self._budget.costs.seconds_of_decodes
         )
         self._lookahead = Lookahead(kv, self._speculator)
-        self._limits = StepLimits(
-            config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk
-        )
+        self.limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk)
         self.num_computed_tokens = 0
         """Tokens whose KV is valid and held, those of shared blocks once for each sequence."""
         self._free_batch_slots = list(range(config.max_num_seqs))
@@ -89,10 +87,8 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence, wherever it stands; its place and its blocks are free at once. A second call does
-        nothing.
-
-        Never called while a step that may write to its blocks is under way.
+        """End a sequence, wherever it stands; its place is free at once, and so are the blocks that no step
+        under way may write to. A second call does nothing.
         """
         if sequence.is_finished:
             return
@@ -114,8 +110,6 @@ class Scheduler:
     def pause(self, sequence: Sequence, now_s: float) -> None:
         """Compute nothing for a sequence until `resume`. It leaves the batch, or the queue, and holds its
         blocks until others need them. Nothing happens to one that is paused or over.
-
-        Never called while a step is under way.
         """
         if sequence.status is SequenceStatus.RUNNING:
             self._leave_batch(sequence)
@@ -161,7 +155,7 @@ class Scheduler:
         """
         self.due_s = None
         allowance = self._budget.begin_step(self.running, len(self.waiting), now_s)
-        plan = PlanInProgress(self._limits, allowance)
+        plan = PlanInProgress(self.limits, allowance)
         for sequence in self.parking.overdue(now_s):
             self._strip(sequence, plan)
         block_size, reading = self._kv.layout.block_size, []
@@ -185,7 +179,7 @@ class Scheduler:
         for sequence in reading:
             self._grow(sequence, plan)
         if plan.num_preempted == 0:
-            self._admit(plan, now_s)
+            self.admit(plan, now_s)
         if not plan.num_tokens_of:
             if self.waiting and self.due_s is None:
                 raise IntegrityError(
@@ -277,8 +271,8 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
 
-    def _admit(self, plan: PlanInProgress, now_s: float) -> None:
-        """Let waiting sequences join, in their order.
+    def admit(self, plan: PlanInProgress, now_s: float) -> None:
+        """Let waiting sequences join a plan, in their order.
 
         One joins only when its whole known length fits beside what the running ones are about to need, so
         that nobody is admitted only to be preempted. One that doesn't fit lets others pass, `max_num_skips`
@@ -298,7 +292,7 @@ class Scheduler:
             is_full = available <= 0 and not self.parking.is_holding
             if is_barred or len(passed) == _MAX_MISFITS or (is_full and self.running):
                 break
-            if sequence.is_waiting_for_leader:
+            if sequence.is_waiting_for_leader or sequence.sequence_id in self._kv.under_way:
                 continue
             if not self._budget.may_join(sequence):
                 break

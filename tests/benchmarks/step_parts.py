@@ -62,6 +62,7 @@ from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.host import prepare_host
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.scheduling.plan import StepPlan, StepResult
+from tests.support.blocking import Blocking
 
 PARTS = ("schedule", "hand over", "batch", "layers", "head", "sample", "update", "publish")
 MODEL_PARTS = frozenset({"layers", "head"})
@@ -124,7 +125,7 @@ class MarkedStep:
     moments: Moments
 
 
-class MarkedRunner:
+class MarkedRunner(Blocking):
     """Keeps each step's moments."""
 
     def __init__(self, inner: ModelRunner, moments: Moments) -> None:

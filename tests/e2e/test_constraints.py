@@ -33,6 +33,7 @@ from headrace.engine import (
 )
 from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.scheduling.plan import StepPlan, StepResult
+from tests.support.blocking import Blocking
 from tests.support.default_model import default_model_path
 from tests.support.requests import make_request
 from tests.support.schemas import SCHEMAS
@@ -187,7 +188,7 @@ async def test_neighbours_preemption_and_the_prefix_cache_change_no_answer(folde
 
 
 @dataclass
-class Stuttering:
+class Stuttering(Blocking):
     """A runner that runs every plan twice, the second time in reverse order, and answers with the first."""
 
     inner: LoadedModel

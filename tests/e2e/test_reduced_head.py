@@ -30,6 +30,7 @@ from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE, ReducedHead
 from headrace.engine.runner.protocol import Runner
 from headrace.engine.scheduling.plan import DraftWork, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
+from tests.support.blocking import Blocking
 from tests.support.paged_step import logits_of
 from tests.support.requests import make_request
 from tests.support.speculation import Answer, CoreLoop
@@ -100,7 +101,7 @@ def rejecting(target: Path, draft: Path) -> tuple[LoadedModel, EngineConfig]:
     return load_model(config), config
 
 
-class Watched:
+class Watched(Blocking):
     """A runner that keeps the results of its steps."""
 
     def __init__(self, runner: Runner) -> None:

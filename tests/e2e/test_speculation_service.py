@@ -33,6 +33,7 @@ from headrace.v1.generation_pb2 import (
     StartGeneration,
     Usage,
 )
+from tests.support.blocking import Blocking
 from tests.support.requests import make_request
 from tests.support.service import (
     LONG_HOLD_S,
@@ -54,7 +55,7 @@ NUM_TOKENS = 24
 
 
 @dataclass
-class WatchedRunner:
+class WatchedRunner(Blocking):
     """A runner that others use, too: it keeps the plans, and holds the steps that it is told to.
 
     Args:

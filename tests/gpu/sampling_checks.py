@@ -8,9 +8,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from headrace.engine import transfer
+from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.config import CacheLayout
 from headrace.engine.kv.storage import KVStorage
 from headrace.engine.runner import results
@@ -20,7 +20,14 @@ from headrace.engine.sampling.row import SampledRow
 from headrace.engine.sampling.sampler import sample
 from headrace.engine.scheduling.plan import StepPlan, StepResult
 from tests.gpu.checks import BLOCK, NUM_NEW, PROMPTS, decoder_on, paged_backends, placement_of
-from tests.support.plan_loop import GREEDY, make_sequences, num_blocks_for, run_to_end
+from tests.support.plan_loop import (
+    GREEDY,
+    LoopSequence,
+    make_sequences,
+    num_blocks_for,
+    run_ahead_to_end,
+    run_to_end,
+)
 
 CONTROLS = [
     GREEDY,
@@ -58,6 +65,34 @@ def check_nothing_waits(device: torch.device) -> str:
     return ", ".join(f"{count} steps by {name}" for name, count in names.items())
 
 
+def check_tokens_stay_there(device: torch.device) -> str:
+    """Steps that are launched before the ones that they follow are fetched draw what known tokens give."""
+    names = {}
+    plain = [
+        controls
+        for controls in CONTROLS
+        if not controls.needs_history and controls.num_prompt_logprobs is None
+    ]
+    with decoder_on(device, torch.bfloat16) as decoder:
+        for name, build in paged_backends(device).items():
+
+            def outputs(
+                run: Callable[[ModelRunner, list[LoopSequence]], list[list[int]]],
+                build: Callable[[KVStorage], AttentionBackend] = build,
+            ) -> list[list[int]]:
+                sequences = make_sequences(PROMPTS, NUM_NEW, BLOCK, plain)
+                layout = CacheLayout(num_blocks_for(sequences), BLOCK)
+                attention = build(KVStorage(layout, placement_of(decoder).shape, device))
+                return run(ModelRunner(decoder, attention, layout), sequences)
+
+            expected = outputs(run_to_end)
+            with _waiting_refused(device) as fetched:
+                made = outputs(run_ahead_to_end)
+            assert made == expected, f"{name}: other tokens"
+            names[name] = len(fetched)
+    return ", ".join(f"{count} steps by {name}" for name, count in names.items())
+
+
 def check_draws_agree(device: torch.device) -> str:
     """The device draws what a CPU draws, but for where two tokens meet within rounding."""
     num_each, vocab_size = 64, 9000
@@ -77,6 +112,7 @@ def check_draws_agree(device: torch.device) -> str:
 
 SAMPLING_CHECKS: Mapping[str, Callable[[torch.device], str]] = {
     "nothing waits": check_nothing_waits,
+    "tokens stay there": check_tokens_stay_there,
     "draws agree": check_draws_agree,
 }
 
@@ -94,17 +130,20 @@ def _waiting_refused(device: torch.device) -> Iterator[list[int]]:
     time."""
     fetched: list[int] = []
 
-    def download(tensor: Tensor) -> list[float]:
-        fetched.append(tensor.numel())
-        if device.type == "cpu":
-            return transfer.download(tensor)
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return transfer.download(tensor)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
+    class Counted(transfer.Download):
+        def numbers(self) -> list[float]:
+            if device.type == "cpu":
+                numbers = super().numbers()
+            else:
+                torch.cuda.set_sync_debug_mode("default")
+                try:
+                    numbers = super().numbers()
+                finally:
+                    torch.cuda.set_sync_debug_mode("error")
+            fetched.append(len(numbers))
+            return numbers
 
-    with patch.object(results, "download", download):
+    with patch.object(results, "Download", Counted):
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:

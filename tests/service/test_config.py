@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine import BatchingPolicy, ConfigError
+from headrace.engine import AsyncScheduling, BatchingPolicy, ConfigError
 from headrace.service.config import (
     InvalidConfig,
     ServiceConfig,
@@ -238,6 +238,17 @@ def test_static_batches_wait_as_long_as_is_said_and_continuous_ones_have_nothing
     assert wait_s("--batching", "static") == 0.05
     with pytest.raises(InvalidConfig, match="for static batching alone"):
         load_config((*MODEL, "--static-batch-wait-s", "0.5"))
+
+
+def test_steps_are_planned_ahead_where_that_is_asked_for() -> None:
+    def wanted(*argv: str) -> AsyncScheduling:
+        return load_config((*MODEL, *argv)).engine_config(Path("/m")).scheduler.async_scheduling
+
+    assert wanted() is AsyncScheduling.AUTO
+    assert wanted("--async-scheduling", "on") is AsyncScheduling.ON
+    assert wanted("--async-scheduling", "off", "--speculation", "prompt_lookup") is AsyncScheduling.OFF
+    with pytest.raises(InvalidConfig, match="--async-scheduling=on can't be had with --speculation="):
+        wanted("--async-scheduling", "on", "--speculation", "prompt_lookup")
 
 
 def test_an_operator_caps_priorities() -> None:

@@ -20,6 +20,7 @@ from headrace.service.edge import Edge
 from headrace.service.metrics import Metrics, follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
+from tests.support.blocking import Blocking
 from tests.support.fake_runner import expected_output, half_right_draft, make_fake_model
 from tests.support.repository import ROOT
 from tests.support.requests import make_config, speculating
@@ -175,7 +176,7 @@ async def test_what_a_preempted_request_finds_of_itself_is_no_hit() -> None:
 
 
 @dataclass
-class FailingDrafts:
+class FailingDrafts(Blocking):
     """A runner whose draft model fails in every other step with drafts; the rows come without them."""
 
     runner: Runner

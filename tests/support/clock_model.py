@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from headrace.engine import LoadedModel
 from headrace.engine.config import CacheLayout, ModelInfo
 from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
+from tests.support.blocking import Blocking
 from tests.support.fake_runner import FakeTokenizer
 
 _TICK_S = 1e-4
@@ -25,7 +26,7 @@ def seconds_since(token_id: int) -> float:
     return (stamp() - token_id) % _WRAP * _TICK_S
 
 
-class ClockRunner:
+class ClockRunner(Blocking):
     """Obeys `headrace.engine.runner.protocol.Runner`.
 
     Args:

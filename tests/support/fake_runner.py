@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from headrace.engine.config import CacheLayout, ModelInfo
 from headrace.engine.errors import InvalidRequest, NoChatTemplate
 from headrace.engine.runner.protocol import LoadedModel
-from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
+from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult, as_known
 from headrace.engine.tokenizer import Chat
 
 NUM_BYTES = 256
@@ -85,16 +85,31 @@ class FakeRunner:
     draft: Callable[[Sequence[int], int], int] | None = None
     plans: list[StepPlan] = field(default_factory=list)
     is_closed: bool = False
+    _last: tuple[int | None, list[int]] = (None, [])
     _slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     _draft_slots: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """The step is computed when it is fetched, as by a device that is behind with its work."""
+        return FakeStep(self, plan)
+
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).fetch()
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """What happens on the device."""
+        last, self._last = self._last, (None, [])
         self.before_step(plan)
         self.plans.append(plan)
+        if plan.follows is not None:
+            assert plan.follows == last[0], f"step {plan.step} follows {plan.follows}, and {last[0]} was last"
+            plan = as_known(plan, last[1])
         rows = [self._with_drafts(row) for row in plan.rows]
         for row in rows:
             self._write(row, self._slots)
-        return StepResult(tuple(self._draw(row) for row in rows))
+        result = StepResult(tuple(self._draw(row) for row in rows))
+        self._last = (plan.step, [row.token_ids[-1] for row in result.rows if row.token_ids])
+        return result
 
     def close(self) -> None:
         self.is_closed = True
@@ -154,6 +169,17 @@ class FakeRunner:
             if i == row.num_draft_tokens or run[-1] != row.draft_token_ids[i]:
                 break
         return RowResult(tuple(run), num_draft_tokens=row.num_draft_tokens)
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A step of a `FakeRunner` that has not been computed yet."""
+
+    runner: FakeRunner
+    plan: StepPlan
+
+    def fetch(self) -> StepResult:
+        return self.runner.compute(self.plan)
 
 
 def _seed_of(row: ScheduledSequence) -> int:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.engine.runner import results
 from headrace.engine.sampling import logprobs, rejection, truncation
 from headrace.engine.speculative import draft_model
+from headrace.engine.transfer import Download
 
 FAR = torch.device("meta")
 LOOKS = (
@@ -122,11 +123,15 @@ def watching() -> Iterator[Watch]:
     has a choice."""
     watch = Watch()
 
-    def download(tensor: Tensor) -> list[float]:
-        watch.num_downloads += 1
-        return [1.0] * tensor.numel()
+    class Ones(Download):
+        def numbers(self) -> list[float]:
+            watch.num_downloads += 1
+            return [1.0] * self.tensor.numel()
+
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
 
     with pytest.MonkeyPatch.context() as patch, _Makings(watch.waits), watch:
-        for module in (results, draft_model):
-            patch.setattr(module, "download", download)
+        patch.setattr(results, "Download", Ones)
+        patch.setattr(draft_model, "download", lambda tensor: Ones(tensor).numbers())
         yield watch

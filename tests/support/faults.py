@@ -22,7 +22,7 @@ from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.loader import load_decoder
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.model_runner import ModelRunner
-from headrace.engine.runner.protocol import Runner
+from headrace.engine.runner.protocol import LaunchedStep, Runner
 from headrace.engine.scheduling.plan import StepPlan, StepResult
 from headrace.engine.tokenizer import Tokenizer
 from tests.support.poisoned_decoder import PoisonedDecoder
@@ -115,9 +115,27 @@ class FaultyRunner:
         self._runner = runner
         self._fault = fault
 
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return _FaultyStep(self._runner.launch(plan), self._fault, plan)
+
     def execute(self, plan: StepPlan) -> StepResult:
-        if not self._fault.strikes(plan):
-            return self._runner.execute(plan)
+        return self.launch(plan).fetch()
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+@dataclass(frozen=True)
+class _FaultyStep:
+    """A step whose fault shows when it is fetched, as a GPU's do."""
+
+    _launched: LaunchedStep
+    _fault: Fault
+    _plan: StepPlan
+
+    def fetch(self) -> StepResult:
+        if not self._fault.strikes(self._plan):
+            return self._launched.fetch()
         match self._fault.kind:
             case FaultKind.SLOW_STEP:
                 self._fault.released.wait(_SLOW_S)
@@ -129,15 +147,12 @@ class FaultyRunner:
                 raise Panic(SECRET)
             case FaultKind.DEATH:
                 raise SystemExit(SECRET)
-            case FaultKind.OUT_OF_MEMORY if len(plan.rows) > 1:
+            case FaultKind.OUT_OF_MEMORY if len(self._plan.rows) > 1:
                 raise torch.OutOfMemoryError(SECRET)
             case FaultKind.WRONG_LENGTH:
-                result = self._runner.execute(plan)
+                result = self._launched.fetch()
                 return replace(result, rows=result.rows[:-1])
-        return self._runner.execute(plan)
-
-    def close(self) -> None:
-        self._runner.close()
+        return self._launched.fetch()
 
 
 class FaultyTokenizer:

@@ -37,9 +37,9 @@ def _entry(token_id: int) -> TokenLogprob:
 class IndexedRunner(FakeRunner):
     """See above; `plans` keeps what it was given."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def compute(self, plan: StepPlan) -> StepResult:
         rows = tuple(row._replace(sampling=SamplingParams(seed=_seed_of_row(row))) for row in plan.rows)
-        result = super().execute(replace(plan, rows=rows))
+        result = super().compute(replace(plan, rows=rows))
         self.plans[-1] = plan
         return StepResult(
             tuple(_telling(row, outcome) for row, outcome in zip(plan.rows, result.rows, strict=True))

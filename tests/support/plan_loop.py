@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headrace.engine.outputs import TokenLogprobs
 from headrace.engine.runner.protocol import Runner
 from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.scheduling.ahead import row_behind
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.sequence import SequenceId
 
@@ -110,3 +111,29 @@ def run_to_end(
         for (seq, row), outcome in zip(scheduled, result.rows, strict=True):
             seq.take(row, outcome)
         step += 1
+
+
+def run_ahead_to_end(
+    runner: Runner,
+    sequences: Sequence[LoopSequence],
+    on_step: Callable[[StepPlan], None] = lambda plan: None,
+) -> list[list[int]]:
+    """The same, with each step behind the first launched before the one that it follows is fetched."""
+    scheduled = [(seq, seq.next_row(10**9)) for seq in sequences]
+    plan = StepPlan(0, tuple(row._replace(known_token_ids=()) for _, row in scheduled if row is not None))
+    members = [seq for seq, row in scheduled if row is not None]
+    launched = runner.launch(plan)
+    while True:
+        on_step(plan)
+        going_on = [(i, row) for i, row in enumerate(plan.rows) if row.end_position + 1 < members[i].max_len]
+        following = StepPlan(
+            plan.step + 1,
+            tuple(row_behind(row, i, members[i].block_ids) for i, row in going_on),
+            follows=plan.step,
+        )
+        behind = runner.launch(following) if going_on else None
+        for seq, row, outcome in zip(members, plan.rows, launched.fetch().rows, strict=True):
+            seq.take(row, outcome)
+        if behind is None:
+            return [seq.token_ids for seq in sequences]
+        plan, launched, members = following, behind, [members[i] for i, _ in going_on]

@@ -13,6 +13,7 @@ from headrace.engine.outputs import FinishEvent, TokenEvent
 from headrace.engine.scheduling.cost_model import StepPrices, StepShape
 from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
 from headrace.engine.sequence import OutputParams, Request, RequestId, StopConditions
+from tests.support.blocking import Blocking
 from tests.support.fake_runner import FakeTokenizer
 
 VOCAB_SIZE = 50_000
@@ -75,7 +76,7 @@ def cost(shape: StepShape, prices: StepPrices) -> float:
 
 
 @dataclass
-class Machine:
+class Machine(Blocking):
     """Computes nothing, in exactly the time that its prices say, times `noise`.
 
     Args:

@@ -14,6 +14,7 @@ from headrace.engine.distillation.writing import Writer, conversation_of
 from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.loading import load
 from headrace.engine.scheduling.plan import StepPlan, StepResult
+from tests.support.blocking import Blocking
 from tests.support.tiny_models import CHAT_TEMPLATE, IM_END_ID, IM_START_ID, tiny_tokenizer, write_tiny_llama
 
 
@@ -138,7 +139,7 @@ def test_who_has_finished_makes_room_for_the_next_text_at_once(tmp_path: Path, t
     model = load(config)
     num_rows: list[int] = []
 
-    class Counting:
+    class Counting(Blocking):
         def execute(self, plan: StepPlan) -> StepResult:
             num_rows.append(len(plan.rows))
             return model.runner.execute(plan)

@@ -248,3 +248,50 @@ def test_only_what_nobody_else_holds_would_be_free():
     assert [would_free(kv, n, [B]) for n in (2, 3)] == [True, False]
     assert [would_free(kv, n, both) for n in (5, 6)] == [True, False], "what both hold is free without both"
     assert [would_free(kv, n, both, kv.block_ids(A)[:2]) for n in (3, 4)] == [True, False]
+
+
+def test_what_a_step_under_way_may_write_to_is_free_when_it_has_returned() -> None:
+    kv = KVCacheManager(CacheLayout(6, 2))
+    for number in (1, 2):
+        kv.allocate_slots(SequenceId(number), 4)
+    kv.under_way.note({SequenceId(1)})
+
+    assert kv.free(SequenceId(1), is_over=True) == 2
+    assert kv.free(SequenceId(2), is_over=True) == 2
+
+    assert kv.block_ids(SequenceId(1)) == ()
+    assert (kv.num_available_blocks, kv.num_live_blocks, kv.num_remembered) == (3, 2, 1)
+    kv.check_integrity()
+    assert kv.allocate_slots(SequenceId(3), 8) is None
+    kv.under_way.note(())
+    assert (kv.num_available_blocks, kv.num_live_blocks, kv.num_remembered) == (5, 0, 0)
+    kv.check_integrity()
+
+
+def test_what_is_given_back_waits_for_the_last_step_that_may_write_to_it() -> None:
+    kv = KVCacheManager(CacheLayout(6, 2))
+    for number in (1, 2):
+        kv.allocate_slots(SequenceId(number), 4)
+    kv.under_way.note({SequenceId(1), SequenceId(2)})
+    kv.free(SequenceId(1))
+    kv.free(SequenceId(2), num_kept_tokens=2)
+    kv.under_way.note({SequenceId(2)})
+    assert kv.num_live_blocks == 2
+    kv.under_way.note(())
+    assert kv.num_live_blocks == 1
+    kv.check_integrity()
+
+
+def test_a_block_that_is_worth_keeping_is_found_while_it_waits_to_be_free() -> None:
+    kv = KVCacheManager(CacheLayout(6, 2))
+    first, second = SequenceId(1), SequenceId(2)
+    kv.allocate_slots(first, 3)
+    kv.offer(first, [5, 6, 7], 2, "key")
+    kv.under_way.note({first})
+    kv.free(first, is_over=True)
+    match = kv.match_prefix(second, [5, 6, 8], "key")
+    assert match.num_tokens == 2
+    kv.adopt(second, match)
+    kv.under_way.note(())
+    assert kv.num_live_blocks == 1
+    kv.check_integrity()

@@ -35,7 +35,13 @@ from headrace.engine.sequence import SequenceId
 from tests.support.contract_backend import ContractCheckingBackend
 from tests.support.emulated_kernels import EmulatedKernels
 from tests.support.paged_step import storage_for
-from tests.support.plan_loop import GREEDY, make_sequences, num_blocks_for, run_to_end
+from tests.support.plan_loop import (
+    GREEDY,
+    make_sequences,
+    num_blocks_for,
+    run_ahead_to_end,
+    run_to_end,
+)
 from tests.support.recorded_graphs import RecordingMaker
 from tests.support.tiny_models import MAX_POSITIONS, write_tiny_llama
 
@@ -157,7 +163,10 @@ def plain_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 
 @pytest.mark.parametrize("name", ["flash", "torch_varlen"])
-def test_what_is_captured_holds_for_every_later_step(plain_decoder: Decoder, name: str) -> None:
+@pytest.mark.parametrize("run", [run_to_end, run_ahead_to_end], ids=["known tokens", "tokens of the device"])
+def test_what_is_captured_holds_for_every_later_step(
+    plain_decoder: Decoder, name: str, run: Callable[..., list[list[int]]]
+) -> None:
     """Addresses and numbers of the host stay those of the capture, while rows, lengths and tables change."""
     prompts = [*PROMPTS[:4], tuple(range(20, 272)), tuple(range(40, 300))]
 
@@ -181,7 +190,8 @@ def test_what_is_captured_holds_for_every_later_step(plain_decoder: Decoder, nam
                 plain_decoder, backend, layout, max_num_seqs=6, max_model_len=1024, maker=maker
             )
             graphs.capture()
-        tokens = run_to_end(ModelRunner(plain_decoder, backend, layout, graphs=graphs), sequences)
+        runner = ModelRunner(plain_decoder, backend, layout, graphs=graphs)
+        tokens = (run_to_end if maker is None else run)(runner, sequences)
         assert maker is None or maker.num_replays == 8
         return tokens
 

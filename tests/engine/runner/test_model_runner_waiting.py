@@ -19,6 +19,7 @@ from headrace.engine.models.spec import DecoderSpec
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.sampling.constraint import AllowedTokens, ConstraintMatcher, RowConstraint
 from headrace.engine.sampling.params import SamplingParams
+from headrace.engine.scheduling.ahead import row_behind
 from headrace.engine.scheduling.plan import DraftWork, ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
 from headrace.engine.speculative.draft_model import DraftModel
@@ -162,6 +163,24 @@ def test_each_kind_by_itself_is_waited_for_once(llama: Decoder, kind: str) -> No
 
     assert watch.waits == []
     assert watch.num_downloads == (0 if kind == "a piece of a prompt" else 1)
+
+
+PLAIN = [each for name, each in ROWS.items() if each.is_sampled and "draft" not in name]
+
+
+def test_a_step_and_the_one_that_follows_it_are_launched_without_any_wait(decoder: Decoder) -> None:
+    """Nothing but the token ids is unknown to the host, and it needn't know them."""
+    runner = runner_of(decoder)
+    following = [row_behind(each, number, (1,)) for number, each in enumerate(PLAIN)]
+
+    with watching() as watch:
+        launched = runner.launch(StepPlan(0, tuple(PLAIN)))
+        behind = runner.launch(StepPlan(1, tuple(following), follows=0))
+        assert (watch.waits, watch.num_downloads) == ([], 0)
+        launched.fetch()
+        behind.fetch()
+
+    assert (watch.waits, watch.num_downloads) == ([], 2)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), HOT], ids=["greedy", "drawn"])

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from headrace.engine.runner.results import StepTables, to_result
+from headrace.engine.runner.results import LaunchedTables, StepTables
 from headrace.engine.sampling.logprobs import logprob_table
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan
@@ -43,7 +43,7 @@ def table(*token_ids: int, num_top: int = 2, vocab_size: int = 8) -> torch.Tenso
 
 
 def result_of(rows: tuple[ScheduledSequence, ...], tables: StepTables) -> tuple[RowResult, ...]:
-    return to_result(StepPlan(0, rows), tables).rows
+    return LaunchedTables(StepPlan(0, rows), tables).fetch().rows
 
 
 def test_a_step_that_draws_nothing_answers_each_row_with_nothing() -> None:

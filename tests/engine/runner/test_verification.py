@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.engine.native.kit import native_kit
-from headrace.engine.runner.results import StepTables, to_result
+from headrace.engine.runner.results import LaunchedTables, StepTables
 from headrace.engine.runner.verification import draw_places, greedy_places, places_of
 from headrace.engine.sampling.constraint import AllowedTokens, RowConstraint, RowMask
 from headrace.engine.sampling.params import SamplingParams
@@ -57,7 +57,7 @@ def run_of(drafts: tuple[int, ...], drawn: list[int], ill: int | None = None) ->
     """What a row with these drafts is told when these tokens are drawn."""
     tokens = torch.tensor([[token_id, place != ill, 1] for place, token_id in enumerate(drawn)])
     row = make_row(drafts)
-    (result,) = to_result(StepPlan(0, (row,)), StepTables(tokens, failures=(None,))).rows
+    (result,) = LaunchedTables(StepPlan(0, (row,)), StepTables(tokens, failures=(None,))).fetch().rows
     assert result.num_draft_tokens == (0 if result.failure else len(drafts))
     return result.token_ids
 

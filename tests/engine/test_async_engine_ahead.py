@@ -1,0 +1,217 @@
+"""Two steps under way: in which order things happen, and what becomes of those who leave meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.engine import (
+    AsyncEngine,
+    AsyncScheduling,
+    DeadlineExceeded,
+    Draining,
+    FailureEvent,
+    FinishEvent,
+    FinishReason,
+    OutputEvent,
+    TokenEvent,
+)
+from headrace.engine.scheduling.plan import StepPlan
+from tests.support.engines import assert_serves, collect
+from tests.support.fake_runner import FakeRunner, expected_output, make_fake_model
+from tests.support.requests import make_config, make_request
+from tests.support.staged_runner import FETCH, LAUNCH, StagedRunner
+
+
+class Locks:
+    """Holds each fetch of a step until it is let through."""
+
+    def __init__(self) -> None:
+        self._passes = threading.Semaphore(0)
+        self._arrived = threading.Semaphore(0)
+        self.is_open = True
+
+    def __call__(self, stage: str, plan: StepPlan) -> None:
+        if stage == FETCH and not self.is_open:
+            self._arrived.release()
+            assert self._passes.acquire(timeout=60)
+
+    async def wait_held(self) -> None:
+        """Until a step is held."""
+        assert await asyncio.to_thread(self._arrived.acquire, timeout=60)
+
+    def pass_one(self) -> None:
+        """Let the step through that is held."""
+        self._passes.release()
+
+    def open(self) -> None:
+        """Hold no more, and let through what is held."""
+        self.is_open = True
+        self._passes.release()
+
+
+@asynccontextmanager
+async def running(
+    scheduling: AsyncScheduling = AsyncScheduling.ON, locks: Locks | None = None, **options: Any
+) -> AsyncIterator[tuple[AsyncEngine, StagedRunner]]:
+    model = make_fake_model(block_size=1)
+    runner = StagedRunner(model.runner, locks or (lambda stage, plan: None))
+    config = make_config(async_scheduling=scheduling, **options)
+    try:
+        async with AsyncEngine(replace(model, runner=runner), config) as engine:
+            yield engine, runner
+            await engine.wait_idle()
+            load = engine.load()
+            assert (load.num_running, load.num_waiting, load.blocks.live) == (0, 0, 0)
+    finally:
+        if locks is not None:
+            locks.open()
+
+
+async def test_each_step_is_launched_before_the_last_one_is_fetched() -> None:
+    async with running() as (engine, runner):
+        request = make_request(max_tokens=5)
+        token_ids, _, _ = await collect(engine.submit(request))
+        assert token_ids == expected_output(request.prompt_token_ids, 5)
+    expected = [(LAUNCH, 0)]
+    for step in range(1, 5):
+        expected += [(LAUNCH, step), (FETCH, step - 1)]
+    assert runner.log == [*expected, (FETCH, 4)]
+
+
+async def test_without_it_each_step_is_fetched_before_the_next_is_launched() -> None:
+    async with running(AsyncScheduling.OFF) as (engine, runner):
+        await collect(engine.submit(make_request(max_tokens=5)))
+    assert runner.log == [(stage, step) for step in range(5) for stage in (LAUNCH, FETCH)]
+
+
+@pytest.mark.parametrize("computes_apart", [False, True])
+async def test_left_to_itself_it_is_on_where_a_device_computes(*, computes_apart: bool) -> None:
+    model = make_fake_model()
+    runner = StagedRunner(model.runner)
+    model = replace(model, runner=runner, computes_apart=computes_apart)
+    async with AsyncEngine(model, make_config()) as engine:
+        await assert_serves(engine)
+    assert (runner.log[1] == (LAUNCH, 1)) == computes_apart
+
+
+async def test_a_cancelled_request_ends_when_the_first_of_two_steps_has_returned() -> None:
+    locks = Locks()
+    async with running(locks=locks) as (engine, _):
+        locks.is_open = False
+        other = make_request(max_tokens=6)
+        request = make_request(max_tokens=50)
+        streams = engine.submit(request), engine.submit(other)
+        await locks.wait_held()
+        assert engine.load().totals.num_steps == 0
+        engine.abort(request.request_id)
+        locks.pass_one()
+        token_ids, _, last = await collect(streams[0])
+        assert isinstance(last, FinishEvent)
+        assert last.reason is FinishReason.CANCELLED
+        assert token_ids == expected_output(request.prompt_token_ids, 1)
+        # The second step is still under way: what it writes to is nobody's yet.
+        await locks.wait_held()
+        assert engine.load().blocks.live > len(other.prompt_token_ids) + 3
+        locks.open()
+        assert (await collect(streams[1]))[0] == expected_output(other.prompt_token_ids, 6)
+
+
+async def test_a_deadline_that_passes_while_two_steps_are_under_way() -> None:
+    locks = Locks()
+    async with running(locks=locks) as (engine, _):
+        locks.is_open = False
+        loop = asyncio.get_running_loop()
+        stream = engine.submit(make_request(max_tokens=50, deadline_s=loop.time() + 0.05))
+        await locks.wait_held()
+        await asyncio.sleep(0.06)  # the deadline itself
+        locks.pass_one()
+        _, _, last = await collect(stream)
+        assert isinstance(last, FailureEvent)
+        assert isinstance(last.error, DeadlineExceeded)
+        locks.open()
+
+
+async def test_a_drain_past_its_grace_while_two_steps_are_under_way() -> None:
+    locks = Locks()
+    async with running(locks=locks) as (engine, _):
+        locks.is_open = False
+        streams = [engine.submit(make_request(max_tokens=50)) for _ in range(3)]
+        await locks.wait_held()
+        assert await engine.drain(0.0) == 3
+        locks.open()
+        for stream in streams:
+            last = (await collect(stream))[2]
+            assert isinstance(last, FailureEvent)
+            assert isinstance(last.error, Draining)
+
+
+async def test_a_drain_lets_all_that_is_under_way_come_in() -> None:
+    async with running() as (engine, _):
+        requests = [make_request(max_tokens=5 + i) for i in range(3)]
+        streams = [engine.submit(request) for request in requests]
+        assert await engine.drain(None) == 0
+        for request, stream in zip(requests, streams, strict=True):
+            max_tokens = request.stop.max_tokens or 0
+            assert (await collect(stream))[0] == expected_output(request.prompt_token_ids, max_tokens)
+
+
+async def test_leaving_the_engine_brings_in_what_is_under_way_and_ends_the_rest() -> None:
+    locks = Locks()
+    model = make_fake_model()
+    runner = StagedRunner(model.runner, locks)
+    engine = AsyncEngine(replace(model, runner=runner), make_config(async_scheduling=AsyncScheduling.ON))
+    try:
+        await engine.__aenter__()
+        locks.is_open = False
+        request = make_request(max_tokens=50)
+        stream = engine.submit(request)
+        await locks.wait_held()
+        leaving = asyncio.create_task(engine.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        locks.open()
+        await leaving
+    finally:
+        locks.open()
+    token_ids, _, last = await collect(stream)
+    assert token_ids == expected_output(request.prompt_token_ids, 2)
+    assert isinstance(last, FailureEvent)
+    assert isinstance(last.error, Draining)
+    assert runner.log == [(LAUNCH, 0), (LAUNCH, 1), (FETCH, 0), (FETCH, 1)]
+    assert engine.load().blocks.live == 0
+
+
+async def test_a_reader_that_lags_is_paused_and_gets_every_token_once() -> None:
+    async with running(max_unread_tokens=3) as (engine, _):
+        request = make_request(prompt_len=2, max_tokens=40)
+        stream = engine.submit(request)
+        other = make_request(prompt_len=2, max_tokens=30)
+        assert (await collect(engine.submit(other)))[0] == expected_output(other.prompt_token_ids, 30)
+        token_ids: list[int] = []
+        events: list[OutputEvent] = []
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, TokenEvent):
+                token_ids += event.token_ids
+        assert token_ids == expected_output(request.prompt_token_ids, 40)
+        assert isinstance(events[-1], FinishEvent)
+
+
+async def test_a_request_that_comes_while_two_steps_are_under_way_joins_the_one_behind_them() -> None:
+    locks = Locks()
+    async with running(locks=locks) as (engine, runner):
+        locks.is_open = False
+        first = engine.submit(make_request(max_tokens=9))
+        await locks.wait_held()
+        second = engine.submit(make_request(max_tokens=3))
+        locks.open()
+        await collect(first)
+        await collect(second)
+    assert isinstance(runner.runner, FakeRunner)
+    assert [len(plan.rows) for plan in runner.runner.plans[:4]] == [1, 1, 2, 2]
