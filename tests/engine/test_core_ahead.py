@@ -244,6 +244,7 @@ def test_preemption_waits_until_nothing_is_under_way() -> None:
     for request in requests:
         assert h.tokens(request) == expected_output(request.prompt_token_ids, 8)
     assert h.core.load.totals.num_preemptions == 1
+    assert sum(stats.num_preemptions for stats in h.stats) == 1
     assert any(plan.follows is not None for plan in h.plans)
 
 

@@ -82,3 +82,21 @@ def test_a_step_that_is_longer_than_its_target_leaves_is_counted_ahead_too() -> 
         return h.core.load.latency.num_steps_over
 
     assert num_over(is_ahead=True) == num_over(is_ahead=False) == 10
+
+
+def test_a_step_is_held_to_what_was_promised_when_it_was_planned() -> None:
+    h = Ahead()
+    for _ in range(3):
+        h.add(max_tokens=20)
+    h.begin()
+    h.fetch()
+    h.begin()
+    h.core.latencies.set_targets(LatencyTargets(tpot_s=1.0))
+    h.ahead()
+    h.now_s += 100.0
+    h.fetch()
+    assert h.core.load.latency.num_steps_over == 0
+    h.now_s += 100.0
+    h.fetch()
+    h.core.begin_step()
+    assert h.core.load.latency.num_steps_over == 1

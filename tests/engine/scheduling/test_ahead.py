@@ -6,11 +6,27 @@ from typing import Any
 
 import pytest
 
-from headrace.engine import LatencyTargets, SamplingParams, Speculation
+from headrace.engine import Constraint, ConstraintKind, LatencyTargets, SamplingParams, Speculation
 from headrace.engine.core import EngineCore
+from headrace.engine.sampling.constraint import AllowedTokens
 from headrace.engine.scheduling.plan import UNKNOWN_TOKEN, StepPlan
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config, make_request, speculating
+
+
+class Anything:
+    """A constraint that lets every token follow."""
+
+    source = Constraint(ConstraintKind.REGEX, ".*")
+
+    def start(self) -> Anything:
+        return self
+
+    def fork(self) -> Anything:
+        return self
+
+    def allowed(self, output_token_ids: tuple[int, ...]) -> AllowedTokens:
+        return AllowedTokens(b"\xff" * 33, may_end=True, is_over=False)
 
 
 class Bench:
@@ -104,9 +120,10 @@ def test_there_is_no_step_behind_the_end_of_all() -> None:
         {"sampling": SamplingParams(temperature=0.0, frequency_penalty=0.5)},
         {"sampling": SamplingParams(temperature=0.0, bad_words=((1, 2),))},
         {"sampling": SamplingParams(temperature=0.0, num_prompt_logprobs=1)},
+        {"constraint": Anything()},
         {"prompt_len": 40, "max_tokens": 2},
     ],
-    ids=["repetition", "frequency", "bad words", "prompt logprobs", "a piece of a prompt"],
+    ids=["repetition", "frequency", "bad words", "prompt logprobs", "constraint", "a piece of a prompt"],
 )
 def test_what_is_drawn_is_waited_for_where_something_hangs_on_it(options: dict[str, Any]) -> None:
     bench = Bench()
