@@ -184,8 +184,9 @@ Stats = Annotated[
         "--stats", help="Tell token counts and times on standard error at the end.", rich_help_panel=OUTPUT
     ),
 ]
+DEFAULT_MAX_TOKENS = 512
 MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", "-n", help="Most tokens to make.", rich_help_panel=STOPPING)
+    int, typer.Option("--max-tokens", "-n", help="Most tokens to make.", rich_help_panel=STOPPING)
 ]
 StopTokenIds = Annotated[
     list[int] | None,

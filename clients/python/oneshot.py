@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from headrace.clients.cli_options import DEFAULT_MAX_TOKENS
 from headrace.clients.client import InferenceClient
 from headrace.clients.connection import ConnectionOptions
 from headrace.clients.errors import NotFound
@@ -18,6 +19,7 @@ from headrace.clients.events import (
     Completion,
     Delta,
     Finished,
+    FinishReason,
     Sampling,
     TokenLogprob,
     TokenLogprobs,
@@ -122,11 +124,14 @@ async def _stream(client: InferenceClient, prompt: Prompt, question: Question, w
     started_s = time.monotonic()
     accepted: Accepted | None = None
 
-    def tell_stats(finished: Finished) -> None:
+    def tell_end(finished: Finished) -> None:
+        num_made = finished.usage.num_completion_tokens
+        if finished.reason is FinishReason.LENGTH and num_made == DEFAULT_MAX_TOKENS:
+            print(f"cut off after {num_made} tokens: --max-tokens lets it make more", file=sys.stderr)
         if with_stats:
             print(_stats(accepted, finished, time.monotonic() - started_s), file=sys.stderr)
 
-    page = Page(question.options.get("n", 1), tell_stats)
+    page = Page(question.options.get("n", 1), tell_end)
     async for event in client.generate(prompt, timeout_s=question.timeout_s, **question.options):
         if isinstance(event, Accepted):
             accepted = event

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from headrace.v1 import generation_pb2
-from tests.support.fake_scripts import bad_request, fails, says, says_and_hangs
+from tests.support.fake_scripts import bad_request, echo_once, fails, says, says_and_hangs
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import HEADRACE, headrace_on_terminal, run_headrace, start_headrace
 
@@ -89,6 +89,16 @@ async def test_generate_prints_the_answer_and_nothing_else() -> None:
     assert (outcome.status, outcome.out, outcome.err) == (0, "to be or to \n", "")
 
 
+async def test_an_answer_that_comes_to_no_end_is_cut_off_and_said_to_be() -> None:
+    async with running_fake_server() as server:
+        at = ("-t", server.target, "--raw")
+        endless = await run_headrace("generate", "to be or", *at)
+        few_at_least = await run_headrace("generate", "to be or", *at, "--min-tokens", "600")
+    assert len(endless.out.split()) == 512
+    assert endless.err == "cut off after 512 tokens: --max-tokens lets it make more\n"
+    assert len(few_at_least.out.split()) == 600
+
+
 async def test_generate_chats_where_the_model_can_and_otherwise_continues_text() -> None:
     async with running_fake_server() as server:
         await run_headrace("generate", "hi", "-t", server.target)
@@ -118,7 +128,9 @@ async def test_generate_sends_what_was_given_and_no_more() -> None:
     nothing, all_given = server.record.starts
     nothing.ClearField("request_id")
     all_given.ClearField("request_id")
-    assert nothing == generation_pb2.StartGeneration(text="hi")
+    # An answer without an end would have as many as the context holds.
+    few = generation_pb2.StopOptions(max_tokens=512)
+    assert nothing == generation_pb2.StartGeneration(text="hi", stop=few)
     expected = generation_pb2.StartGeneration(
         text="hi",
         model="fake",
@@ -187,13 +199,13 @@ async def test_generate_asks_for_the_form_that_is_given_here_or_in_a_file(tmp_pa
 
 
 async def test_generate_reads_a_prompt_from_standard_input() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         outcome = await run_headrace("generate", "-", "-t", server.target, "--raw", stdin="from a pipe\n")
     assert outcome.out == "from a pipe \n"
 
 
 async def test_generate_as_json_is_one_object() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         outcome = await run_headrace("generate", "to be", "-t", server.target, "--json", "--seed", "7")
     answer = json.loads(outcome.out)
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("to be ", [0, 1], "stop")
@@ -202,7 +214,7 @@ async def test_generate_as_json_is_one_object() -> None:
 
 
 async def test_several_answers_are_printed_one_after_the_other() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         outcome = await run_headrace("generate", "to be or", "-t", server.target, "--n", "3", "--stats")
     assert outcome.out == (
         "--- 1 of 3 ---\nto be or \n--- 2 of 3 ---\nbe or to \n--- 3 of 3 ---\nor to be \n"
@@ -211,7 +223,7 @@ async def test_several_answers_are_printed_one_after_the_other() -> None:
 
 
 async def test_several_answers_are_one_json_object() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         outcome = await run_headrace(
             "generate", "to be", "-t", server.target, "--json", "--n", "2", "--logprobs", "1"
         )
@@ -225,7 +237,7 @@ async def test_several_answers_are_one_json_object() -> None:
 
 
 async def test_logprobs_are_a_table_below_the_answer() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         outcome = await run_headrace(
             "generate", "to be", "-t", server.target, "--logprobs", "1", "--prompt-logprobs", "0"
         )
@@ -241,7 +253,7 @@ async def test_logprobs_are_a_table_below_the_answer() -> None:
 
 
 async def test_generate_tells_figures_on_standard_error_when_asked() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         outcome = await run_headrace("generate", "to be", "-t", server.target, "--stats", "--seed", "7")
     assert outcome.out == "to be \n"
     assert "2 prompt tokens, 2 tokens in" in outcome.err
@@ -250,7 +262,7 @@ async def test_generate_tells_figures_on_standard_error_when_asked() -> None:
 
 
 async def test_the_address_may_stand_in_a_variable_and_a_flag_wins() -> None:
-    async with running_fake_server() as server:
+    async with running_fake_server(default=echo_once) as server:
         there, nowhere = {"HEADRACE_TARGET": server.target}, {"HEADRACE_TARGET": NOBODY}
         by_variable = await run_headrace("generate", "hi", environment=there)
         by_flag = await run_headrace("health", "-t", server.target, environment=nowhere)

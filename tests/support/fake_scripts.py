@@ -160,6 +160,15 @@ async def echo(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
         yield Finish(reason, index)
 
 
+async def echo_once(start: generation_pb2.StartGeneration) -> AsyncIterator[Step]:
+    """The words of the prompt once, however many are allowed: an answer that comes to its end."""
+    allowed = generation_pb2.StartGeneration()
+    allowed.CopyFrom(start)
+    allowed.stop.ClearField("max_tokens")
+    async for step in echo(allowed):
+        yield step
+
+
 class Gate:
     """Scripts that say "first " and then wait until the test lets them go on."""
 
