@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from headrace.engine import (
     FinishReason,
     OutputEvent,
     TokenEvent,
+    async_engine,
 )
 from headrace.engine.scheduling.plan import StepPlan
 from tests.support.engines import assert_serves, collect
@@ -123,14 +126,15 @@ async def test_a_cancelled_request_ends_when_the_first_of_two_steps_has_returned
         assert (await collect(streams[1]))[0] == expected_output(other.prompt_token_ids, 6)
 
 
-async def test_a_deadline_that_passes_while_two_steps_are_under_way() -> None:
-    locks = Locks()
+async def test_a_deadline_that_passes_while_two_steps_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks, passed_s = Locks(), 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(async_engine, "time", clock)
     async with running(locks=locks) as (engine, _):
         locks.is_open = False
-        loop = asyncio.get_running_loop()
-        stream = engine.submit(make_request(max_tokens=50, deadline_s=loop.time() + 0.05))
+        stream = engine.submit(make_request(max_tokens=50, deadline_s=time.monotonic() + 1000.0))
         await locks.wait_held()
-        await asyncio.sleep(0.06)  # the deadline itself
+        passed_s = 1001.0
         locks.pass_one()
         _, _, last = await collect(stream)
         assert isinstance(last, FailureEvent)

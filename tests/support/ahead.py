@@ -60,6 +60,12 @@ class Ahead:
         self.stats.append(stats)
         return events
 
+    def step(self) -> StepPlan:
+        """A step that is waited for."""
+        plan = self.begin()
+        self.fetch()
+        return plan
+
     def run_to_end(self) -> None:
         while self.core.has_work or self.under_way:
             if not self.under_way:

@@ -124,12 +124,12 @@ def watching() -> Iterator[Watch]:
     watch = Watch()
 
     class Ones(Download):
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
         def numbers(self) -> list[float]:
             watch.num_downloads += 1
             return [1.0] * self.tensor.numel()
-
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
 
     with pytest.MonkeyPatch.context() as patch, _Makings(watch.waits), watch:
         patch.setattr(results, "Download", Ones)

@@ -10,22 +10,13 @@ import torch
 from headrace.engine.native.kit import native_kit
 from headrace.engine.runner.results import LaunchedTables, StepTables
 from headrace.engine.runner.verification import draw_places, greedy_places, places_of
-from headrace.engine.sampling.constraint import AllowedTokens, RowConstraint, RowMask
+from headrace.engine.sampling.constraint import RowConstraint, RowMask
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
+from tests.support.anything import Anything
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class AllAllowed:
-    """A constraint that lets every token be drawn."""
-
-    def allowed(self, output_token_ids: tuple[int, ...]) -> AllowedTokens:
-        return AllowedTokens(b"\xff", may_end=True, is_over=False)
-
-    def fork(self) -> AllAllowed:
-        return self
 
 
 def make_row(
@@ -146,7 +137,7 @@ def test_rows_that_only_the_model_has_a_say_in_are_told_the_same_in_one_pass() -
         make_row((), sampling=SamplingParams(temperature=0.0, logit_bias=((3, 1.0),))),
         make_row((), sampling=SamplingParams(temperature=0.0, banned_token_ids=frozenset({1}))),
         make_row((), suppressed=frozenset({2})),
-        make_row(())._replace(constraint=RowConstraint(AllAllowed(), (), frozenset())),
+        make_row(())._replace(constraint=RowConstraint(Anything(), (), frozenset())),
     ],
 )
 def test_one_row_with_a_say_of_its_own_is_enough_for_the_usual_way(other: ScheduledSequence) -> None:
