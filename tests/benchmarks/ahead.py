@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.engine import (
@@ -104,7 +104,7 @@ async def tokens_per_second(
         ),
     )
     model = make_model(step_s, num_rows, num_tokens)
-    async with AsyncEngine(replace(model), config) as engine:
+    async with AsyncEngine(model, config) as engine:
         streams = [
             engine.submit(make_request(prompt_len=PROMPT_LEN, max_tokens=num_tokens)) for _ in range(num_rows)
         ]

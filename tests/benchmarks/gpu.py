@@ -25,7 +25,7 @@ from torch import Tensor
 from headrace.engine.attention.backend import AttentionBackend
 from headrace.engine.attention.select import select_backend
 from headrace.engine.config import CacheLayout
-from headrace.engine.kv.storage import KVShape, KVStorage
+from headrace.engine.kv.storage import KVStorage
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.loader import read_spec
 from headrace.engine.runner.cuda_graphs import CudaGraphMaker, DecodeGraphs
@@ -104,15 +104,13 @@ class Bench:
         dtype, self._block_size = (torch.bfloat16, 256) if is_cuda else (torch.float32, 16)
         self._max_len = max(options.context + 1, *options.prompts)
         decoder, self._weight_bytes = self._make_decoder(dtype)
-        spec = decoder.spec
-        shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-        self._kv_bytes = shape.bytes_per_token
+        self._kv_bytes = decoder.kv_shape.bytes_per_token
         blocks = max(
             max(options.batches) * self._blocks_for(options.context + 1),
             *(self._blocks_for(n) for n in options.prompts),
         )
         layout = CacheLayout(blocks + 1, self._block_size)
-        attention = select_backend(options.backend, KVStorage(layout, shape, self._device))
+        attention = select_backend(options.backend, KVStorage(layout, decoder.kv_shape, self._device))
         self.backend_name = attention.capabilities.name
         self.plain = ModelRunner(decoder, attention, layout)
         self.graphed = self._make_graphed(decoder, attention, layout) if is_cuda else None

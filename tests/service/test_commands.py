@@ -30,7 +30,8 @@ def test_a_server_has_few_heaps_unless_somebody_says_otherwise(
     seen: list[int] = []
     monkeypatch.setattr(commands, "share_heaps", seen.append)
     monkeypatch.setattr(commands, "serve_until_stopped", served)
-    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert serve(["--model", "some"]) == 0
