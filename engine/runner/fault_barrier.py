@@ -70,7 +70,8 @@ class FaultBarrier:
         """Launch steps, one behind the other, and bring in the oldest that is under way.
 
         Args:
-            plans: none where one is under way already. Each is of the number behind the one before it.
+            plans: none are needed where a step is under way already. Each has the number behind that of the
+                one before it.
 
         Raises:
             EngineDead: for too many steps in a row the runner could run nothing.
