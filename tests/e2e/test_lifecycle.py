@@ -113,8 +113,10 @@ async def test_the_log_says_where_to_connect_and_what_is_on(ready_file: Path) ->
     }
     assert ready | said == ready
     # How much fits, too: blocks, tokens, the longest sequence.
-    assert ready["kv_tokens"] == ready["kv_blocks"] * ready["block_size"] > 0
-    assert ready["max_model_len"] > 0
+    names = ("kv_tokens", "kv_blocks", "block_size", "max_model_len")
+    num_tokens, num_blocks, block_size, longest = (int(str(ready[name])) for name in names)
+    assert num_tokens == num_blocks * block_size > 0
+    assert longest > 0
 
 
 async def test_a_server_needs_no_home_that_it_may_write_to(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from headrace.engine.config import CacheConfig, CacheLayout
 from headrace.engine.control_group import ControlGroup
 from headrace.engine.errors import ConfigError
-from headrace.engine.kv import storage
 from headrace.engine.kv.storage import (
     DEFAULT_MEMORY_FRACTION,
     KVShape,
@@ -167,5 +167,5 @@ def test_what_is_available_is_what_machine_and_control_group_leave(
     monkeypatch: pytest.MonkeyPatch, group_free: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(ControlGroup, "free_memory", lambda _: group_free)
-    monkeypatch.setattr(storage.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
     assert available_memory(torch.device("cpu")) == expected
