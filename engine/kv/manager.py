@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
@@ -256,7 +256,16 @@ class KVCacheManager:
 
     def flush(self) -> int:
         """Give up all content that no sequence holds; returns the number of blocks."""
-        return self._pool.evict_all()
+        num_parked = Counter(chain.from_iterable(self.under_way.parked))
+        # Not free yet, and nobody's: found by nobody when they are.
+        forgotten = [
+            block_id
+            for block_id, number in num_parked.items()
+            if number == self._pool.ref_counts[block_id] and self._cache.forget(block_id)
+        ]
+        for block_id in forgotten:
+            self._pool.unkeep(block_id)
+        return len(forgotten) + self._pool.evict_all()
 
     def check_integrity(self) -> None:
         """Audit tables against counts.

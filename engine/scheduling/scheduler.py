@@ -336,7 +336,9 @@ class Scheduler:
                 missing, match, among_waiting=among_waiting, but=sequence
             )
             parked = self.parking.victim(among_waiting=among_waiting, but=sequence) if may_strip else None
-            if parked is None:
+            if parked is None or parked.sequence_id in self._kv.under_way:
+                # What a step under way may write to comes free when that one has returned, and no sooner:
+                # nobody else loses anything in its place.
                 return None
             self._strip(parked, plan)
 

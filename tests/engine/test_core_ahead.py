@@ -196,6 +196,34 @@ def test_whoever_loses_its_blocks_to_one_that_joins_ahead_is_counted_once() -> N
     assert h.tokens(other) == expected_output(other.prompt_token_ids, 6)
 
 
+def test_nobody_loses_blocks_in_place_of_one_whose_blocks_come_free_when_its_step_has_returned() -> None:
+    h = Ahead(num_blocks=13, block_size=1, max_model_len=13, config={"max_num_seqs": 3})
+    goes_on = h.add(prompt_len=1, max_tokens=9)
+    paused, last = (h.add(prompt_len=3, max_tokens=5) for _ in range(2))
+    h.begin()
+    h.fetch()
+    h.core.pause([paused.request_id])
+    h.begin()
+    h.ahead()
+    h.fetch()
+    h.core.pause([last.request_id])
+    # Who comes now gets the blocks of the last one, a step later.
+    comes = h.add(prompt_len=4, max_tokens=1)
+    plan = h.ahead()
+    assert plan is not None
+    assert len(plan.rows) == 1
+    assert h.core.load.totals.num_preemptions == 0
+    h.fetch()
+    plan = h.ahead()
+    assert plan is not None
+    assert len(plan.rows) == 2
+    assert h.core.load.totals.num_preemptions == 1
+    h.core.resume([paused.request_id, last.request_id])
+    h.run_to_end()
+    for request, num_tokens in ((goes_on, 9), (paused, 5), (last, 5), (comes, 1)):
+        assert h.tokens(request) == expected_output(request.prompt_token_ids, num_tokens)
+
+
 def test_a_row_that_fails_makes_the_one_behind_it_void() -> None:
     h = Ahead()
     bad, good = h.add(prompt=PROMPT), h.add(prompt=(1,), max_tokens=4)

@@ -295,3 +295,19 @@ def test_a_block_that_is_worth_keeping_is_found_while_it_waits_to_be_free() -> N
     kv.under_way.note(())
     assert kv.num_live_blocks == 1
     kv.check_integrity()
+
+
+def test_flushing_gives_up_what_waits_to_be_free_unless_somebody_else_holds_it() -> None:
+    kv = KVCacheManager(CacheLayout(8, 2))
+    first, second, third = (SequenceId(number) for number in range(3))
+    token_ids = [5, 6, 7, 8, 9]
+    kv.allocate_slots(first, 5)
+    kv.offer(first, token_ids, 4, "key")
+    kv.adopt(second, kv.match_prefix(second, [5, 6, 1], "key"))
+    kv.under_way.note({first})
+    kv.free(first, is_over=True)
+    assert kv.flush() == 1
+    kv.under_way.note(())
+    assert kv.match_prefix(third, token_ids, "key").num_tokens == 2
+    assert (kv.counts.cached, kv.num_live_blocks) == (0, 1)
+    kv.check_integrity()
