@@ -16,6 +16,7 @@ import pytest
 from headrace.engine import (
     AsyncEngine,
     AsyncScheduling,
+    DeadlineExceeded,
     Draining,
     FailureEvent,
     FinishEvent,
@@ -123,6 +124,22 @@ async def test_a_cancelled_request_ends_when_the_first_of_two_steps_has_returned
         assert engine.load().blocks.live > len(other.prompt_token_ids) + 3
         locks.open()
         assert (await collect(streams[1]))[0] == expected_output(other.prompt_token_ids, 6)
+
+
+async def test_a_deadline_that_passes_while_two_steps_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks, passed_s = Locks(), 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr(async_engine, "time", clock)
+    async with running(locks=locks) as (engine, _):
+        locks.is_open = False
+        stream = engine.submit(make_request(max_tokens=50, deadline_s=time.monotonic() + 1000.0))
+        await locks.wait_held()
+        passed_s = 1001.0
+        locks.pass_one()
+        _, _, last = await collect(stream)
+        assert isinstance(last, FailureEvent)
+        assert isinstance(last.error, DeadlineExceeded)
+        locks.open()
 
 
 async def test_a_drain_past_its_grace_while_two_steps_are_under_way() -> None:
