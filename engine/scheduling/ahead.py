@@ -67,7 +67,7 @@ class PlanAhead:
         is_whole = len(going_on) + num_ending == len(scheduler.running)
         if not is_whole or num_missing > self._kv.num_available_blocks:
             return None, 0
-        allowance = self._budget.begin_step(scheduler.running, len(scheduler.waiting), now_s)
+        allowance = self._budget.begin_step(scheduler.running, len(scheduler.waiting), now_s, last)
         if not going_on:
             allowance.lift()
         joining = PlanInProgress(scheduler.limits, allowance)

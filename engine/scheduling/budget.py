@@ -141,13 +141,21 @@ class LatencyBudget:
         """
         return median(self._lone_steps_s) if self._lone_steps_s else 0.0
 
-    def begin_step(self, running: Collection[Sequence], num_waiting: int, now_s: float) -> StepAllowance:
+    def begin_step(
+        self,
+        running: Collection[Sequence],
+        num_waiting: int,
+        now_s: float,
+        behind: StepPlan | None = None,
+    ) -> StepAllowance:
         """What the step that is about to be planned may take on.
 
         Args:
             running: the sequences that run, decoding or not.
             num_waiting: how many wait.
             now_s: monotonic seconds.
+            behind: a step that begins now, with a row of each that runs, and that this one is planned behind:
+                its time counts as passed and its tokens as drawn, so that no lead is lent twice.
         """
         last, self._allowance = self._allowance, StepAllowance(self.costs)
         if not num_waiting or not running:
@@ -158,6 +166,9 @@ class LatencyBudget:
         aims: dict[int, float] = {}
         num_decodes = num_context = num_rows = num_known = 0
         limit_s = tightest_s = math.inf
+        starts_s, num_coming = now_s, 0
+        if behind is not None:
+            starts_s, num_coming = now_s + self.costs.predict(StepShape.of(behind)), 1
         for sequence in running:
             num_rows += 1
             num_known += len(sequence.token_ids)
@@ -170,8 +181,9 @@ class LatencyBudget:
                 num_decodes += 1
                 num_context += len(sequence.token_ids)
                 if sequence.first_token_s is not None:
-                    due_s = sequence.first_token_s + sequence.paused_s + sequence.num_output_tokens * aim_s
-                    limit_s = min(limit_s, max(due_s - now_s, _LEAST_PACE * aim_s))
+                    num_tokens = sequence.num_output_tokens + num_coming
+                    due_s = sequence.first_token_s + sequence.paused_s + num_tokens * aim_s
+                    limit_s = min(limit_s, max(due_s - starts_s, _LEAST_PACE * aim_s))
         is_dry = num_rows > num_decodes and not last.has_prefill
         self._num_dry_steps = self._num_dry_steps + 1 if is_dry else 0
         self._allowance = StepAllowance(

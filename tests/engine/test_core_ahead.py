@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine import EngineDead, FailureEvent, FinishEvent, FinishReason, IntegrityError, RequestId
+from headrace.engine import (
+    EngineDead,
+    FailureEvent,
+    FinishEvent,
+    FinishReason,
+    IntegrityError,
+    LatencyTargets,
+    RequestId,
+)
 from tests.support.ahead import Ahead
 from tests.support.fake_runner import expected_output
 
@@ -274,6 +282,27 @@ def test_preemption_waits_until_nothing_is_under_way() -> None:
     assert h.core.load.totals.num_preemptions == 1
     assert sum(stats.num_preemptions for stats in h.stats) == 1
     assert any(plan.follows is not None for plan in h.plans)
+
+
+def test_the_lead_that_a_stream_has_over_its_promise_is_lent_once() -> None:
+    """To the prompt in the step under way: what comes behind it gets what is left."""
+    h = Ahead(num_blocks=300, max_model_len=256, config={"max_num_batched_tokens": 300})
+    h.core.latencies.set_targets(LatencyTargets(tpot_s=0.02), None)
+    h.add(max_tokens=20)
+    for _ in range(5):
+        h.begin()
+        h.fetch()
+    # Five tokens at once: the next is due in 95 ms. By the prices that are believed at first a step takes 8,
+    # and 0.3 for each token; so this one takes 70, and leaves 44 until the one after that is due.
+    h.add(prompt_len=200, uses_prefix_cache=False)
+    assert [len(row.token_ids) for row in h.begin().rows] == [1, 200]
+    h.add(prompt_len=200, uses_prefix_cache=False)
+    plan = h.ahead()
+    assert plan is not None
+    decode, _, prompt = (len(row.token_ids) for row in plan.rows)
+    assert decode == 1
+    assert 100 < prompt < 120
+    h.run_to_end()
 
 
 def test_ids_of_requests_that_are_gone_are_passed_over() -> None:
