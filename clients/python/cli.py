@@ -129,7 +129,7 @@ def generate(
     ban_token_id: opt.BannedTokenIds = None,
     bad_word: opt.BadWords = None,
     seed: opt.Seed = None,
-    max_tokens: opt.MaxTokens = opt.DEFAULT_MAX_TOKENS,
+    max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,
     stop: opt.Stop = None,
     include_stop: opt.IncludeStop = False,
@@ -158,8 +158,6 @@ def generate(
     stats: opt.Stats = False,
 ) -> None:
     """Send one prompt and print the answer as it is made."""
-    if max_tokens == opt.DEFAULT_MAX_TOKENS:
-        max_tokens = max(max_tokens, min_tokens or 0)
     options = _given(
         model=model,
         temperature=temperature,
@@ -231,7 +229,7 @@ def chat(
     presence_penalty: opt.PresencePenalty = None,
     repetition_penalty: opt.RepetitionPenalty = None,
     seed: opt.Seed = None,
-    max_tokens: opt.MaxTokens = opt.DEFAULT_MAX_TOKENS,
+    max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,
     stop: opt.Stop = None,
     include_stop: opt.IncludeStop = False,
@@ -253,7 +251,7 @@ def chat(
         presence_penalty=presence_penalty,
         repetition_penalty=repetition_penalty,
         seed=seed,
-        max_tokens=max_tokens,
+        max_tokens=opt.default_max_tokens(min_tokens) if max_tokens is None else max_tokens,
         min_tokens=min_tokens,
         stop=stop,
         include_stop=include_stop or None,

@@ -186,7 +186,13 @@ Stats = Annotated[
 ]
 DEFAULT_MAX_TOKENS = 512
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", "-n", help="Most tokens to make.", rich_help_panel=STOPPING)
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        help=f"Most tokens to make; unset: {DEFAULT_MAX_TOKENS}, or --min-tokens if that is more.",
+        rich_help_panel=STOPPING,
+    ),
 ]
 StopTokenIds = Annotated[
     list[int] | None,
@@ -307,6 +313,11 @@ _FIELD = re.compile(
     r"(?<![\w.-])(?:(?P<path>[a-z_]+(?:\.[a-z_]+)+)(?:\[\d+\])?|(?:(?<=^)|(?<=; ))(?P<name>[a-z_]+)(?=: ))"
 )
 _ALIKE_FIELD = re.compile("|".join(pattern.replace(".", r"\.") for pattern in _ALIKE))
+
+
+def default_max_tokens(min_tokens: int | None) -> int:
+    """Most tokens of an answer for which nobody said how many."""
+    return max(DEFAULT_MAX_TOKENS, min_tokens or 0)
 
 
 def with_flags(message: str, argument: str = "PROMPT") -> str:

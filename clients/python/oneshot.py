@@ -7,12 +7,13 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from headrace.clients.cli_options import DEFAULT_MAX_TOKENS
+from headrace.clients.cli_options import default_max_tokens
 from headrace.clients.client import InferenceClient
 from headrace.clients.connection import ConnectionOptions
-from headrace.clients.errors import NotFound
+from headrace.clients.errors import InvalidArgument, NotFound
 from headrace.clients.events import (
     Accepted,
     Answer,
@@ -33,6 +34,7 @@ class Question:
 
     Args:
         is_chat: whether `text` is a user's message; None: where the model has a chat template.
+        cap: most tokens, where nobody said how many.
     """
 
     text: str
@@ -40,6 +42,7 @@ class Question:
     system: str | None
     options: RequestOptions
     timeout_s: float | None
+    cap: int | None = None
 
 
 async def ask(
@@ -57,11 +60,22 @@ async def ask(
     """
     async with InferenceClient(target, connection=connection) as client:
         prompt = await _prompt(client, question)
-        if as_json:
-            answer = await client.generate_once(prompt, timeout_s=question.timeout_s, **question.options)
-            print(json.dumps(answer_as_json(answer), ensure_ascii=False))
-        else:
-            await _stream(client, prompt, question, with_stats)
+        answer = _as_json if as_json else partial(_stream, with_stats=with_stats)
+        if "max_tokens" in question.options:
+            await answer(client, prompt, question)
+            return
+        try:
+            await answer(client, prompt, _capped(question))
+        except InvalidArgument as refusal:
+            if [violation.field for violation in refusal.violations] != ["stop.max_tokens"]:
+                raise
+            # So many more don't fit: the context's end comes before.
+            await answer(client, prompt, question)
+
+
+def _capped(question: Question) -> Question:
+    cap = default_max_tokens(question.options.get("min_tokens"))
+    return replace(question, options={**question.options, "max_tokens": cap}, cap=cap)
 
 
 def answer_as_json(answer: Answer) -> dict[str, object]:
@@ -120,13 +134,18 @@ async def _has_chat_template(client: InferenceClient, name: str | None) -> bool:
     raise NotFound(f"no model is served under the name {name!r}; there is: {names}")
 
 
-async def _stream(client: InferenceClient, prompt: Prompt, question: Question, with_stats: bool) -> None:
+async def _as_json(client: InferenceClient, prompt: Prompt, question: Question) -> None:
+    answer = await client.generate_once(prompt, timeout_s=question.timeout_s, **question.options)
+    print(json.dumps(answer_as_json(answer), ensure_ascii=False))
+
+
+async def _stream(client: InferenceClient, prompt: Prompt, question: Question, *, with_stats: bool) -> None:
     started_s = time.monotonic()
     accepted: Accepted | None = None
 
     def tell_end(finished: Finished) -> None:
         num_made = finished.usage.num_completion_tokens
-        if finished.reason is FinishReason.LENGTH and num_made == DEFAULT_MAX_TOKENS:
+        if finished.reason is FinishReason.LENGTH and num_made == question.cap:
             print(f"cut off after {num_made} tokens: --max-tokens lets it make more", file=sys.stderr)
         if with_stats:
             print(_stats(accepted, finished, time.monotonic() - started_s), file=sys.stderr)

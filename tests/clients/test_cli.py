@@ -15,6 +15,7 @@ from headrace.v1 import generation_pb2
 from tests.support.fake_scripts import bad_request, echo_once, fails, says, says_and_hangs
 from tests.support.fake_server import running_fake_server
 from tests.support.programs import HEADRACE, headrace_on_terminal, run_headrace, start_headrace
+from tests.support.service import running_service
 
 COMMANDS = ("generate", "chat", "health", "demo", "bench", "tune")
 NOBODY = "127.0.0.1:1"
@@ -94,9 +95,22 @@ async def test_an_answer_that_comes_to_no_end_is_cut_off_and_said_to_be() -> Non
         at = ("-t", server.target, "--raw")
         endless = await run_headrace("generate", "to be or", *at)
         few_at_least = await run_headrace("generate", "to be or", *at, "--min-tokens", "600")
+        too_few = await run_headrace("generate", "to be or", *at, "--max-tokens", "512")
     assert len(endless.out.split()) == 512
     assert endless.err == "cut off after 512 tokens: --max-tokens lets it make more\n"
     assert len(few_at_least.out.split()) == 600
+    assert few_at_least.err == "cut off after 600 tokens: --max-tokens lets it make more\n"
+    assert (len(too_few.out.split()), too_few.err) == (512, "")
+
+
+async def test_an_answer_ends_with_the_context_where_the_usual_most_tokens_do_not_fit() -> None:
+    async with running_service() as service:
+        at = ("-t", service.address, "--raw")
+        whole = await run_headrace("generate", "hello", *at, "--ignore-eos", "--json")
+        asked = await run_headrace("generate", "hello", *at, "--max-tokens", "512")
+    usage = json.loads(whole.out)["usage"]
+    assert usage["num_prompt_tokens"] + usage["num_completion_tokens"] == 128
+    assert (asked.status, "--max-tokens: 6 prompt tokens and 512 to make" in asked.err) == (2, True)
 
 
 async def test_generate_chats_where_the_model_can_and_otherwise_continues_text() -> None:
