@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf.struct_pb2 import Struct
 
+from headrace.v1.control_pb2 import GetLoadRequest
 from headrace.v1.generation_pb2 import (
     ChatMessage,
     ChatPrompt,
@@ -24,7 +26,8 @@ from headrace.v1.generation_pb2 import (
     StopOptions,
     TokenIds,
 )
-from tests.support.hostile import ATTACKS
+from tests.support import http2
+from tests.support.hostile import ATTACKS, GENERATE, connected
 from tests.support.served_tiny import ServedTiny, ids_over, served_tiny
 from tests.support.service import make_start
 from tests.support.tiny_models import VOCAB_SIZE
@@ -32,6 +35,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 MAX_GROWTH_BYTES = 200 * 2**20
+MAX_UNREAD_BYTES = 16 * 2**20
 MAX_LEFT_BYTES = 8192
 """By a call that is over: gRPC's own state of one takes more."""
 
@@ -137,6 +141,28 @@ async def test_calls_that_are_cancelled_leave_no_memory_behind(served: ServedTin
     warm_bytes = await cancel(400)
     assert await cancel(1200) - warm_bytes < 1200 * MAX_LEFT_BYTES
     await served.assert_unharmed()
+
+
+async def test_answers_that_nobody_reads_take_no_more_memory_once_they_are_paused(tmp_path: Path) -> None:
+    num_readers = 50
+    start = make_start(
+        prompt=[5, 6, 7], max_tokens=240, output=OutputOptions(logprobs=20), stop=StopOptions(ignore_eos=True)
+    )
+    encoded = GenerateRequest(start=start).SerializeToString()
+    calls = b"".join(
+        http2.call_headers(stream, GENERATE) + http2.message(stream, encoded)
+        for stream in range(1, 2 * num_readers, 2)
+    )
+    async with served_tiny(tmp_path, "--max-unread-tokens", "32") as served:
+        async with connected(served.process.port) as connection:
+            await connection.send(http2.PREFACE + http2.settings(initial_window_size=0), calls)
+            while (await served.process.control.GetLoad(GetLoadRequest())).num_paused < num_readers:
+                assert await ids_over(served.process) == served.long
+            paused_bytes = served.rss_bytes
+            for _ in range(20):
+                assert await ids_over(served.process) == served.long
+            assert served.rss_bytes - paused_bytes < MAX_UNREAD_BYTES
+        await served.assert_unharmed()
 
 
 async def test_a_message_beyond_the_limit_fails_alone(served: ServedTiny) -> None:
