@@ -6,6 +6,7 @@ The clock is the engine's steps.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,11 +15,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.v1.generation_pb2 import GenerateRequest, StartGeneration
 from tests.support.aftermath import until_idle
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
+    LONG_HOLD_S,
     PROMPT,
     Gate,
     RunningService,
@@ -43,27 +46,22 @@ class Crowd:
 
     Args:
         right: who was served as if alone.
-        steps_waited: of each of them, from the call to the first token.
         refusals: how the others were turned away.
     """
 
     service: RunningService
     right: int = 0
-    steps_waited: list[int] = field(default_factory=list)
     refusals: Counter[tuple[grpc.StatusCode, str, bool]] = field(default_factory=Counter)
 
     async def call(self, number: int) -> None:
         """Come once, with a prompt of one's own."""
         prompt = (*PROMPT, number % 90 + 1, number // 90 + 1)
-        came = self.service.engine.load().totals.num_steps
         call = self.service.generation.Generate(
             GenerateRequest(start=make_start(prompt=prompt, max_tokens=NUM_TOKENS)), timeout=60
         )
         ids: list[int] = []
         try:
             async for response in call:
-                if response.event.HasField("delta") and not ids:
-                    self.steps_waited.append(self.service.engine.load().totals.num_steps - came)
                 ids += response.event.delta.token_ids
         except grpc.aio.AioRpcError as error:
             retry = detail(status_of(error), error_details_pb2.RetryInfo).retry_delay
@@ -73,9 +71,25 @@ class Crowd:
             assert ids == expected_output(prompt, NUM_TOKENS)
             self.right += 1
 
+    def is_decided(self, num_calls: int) -> bool:
+        """Whether the last of so many is in, or knows that there is no place."""
+        load = self.service.engine.load()
+        return self.right + self.refusals.total() + load.num_running + load.num_waiting == num_calls
 
-def has_gone_on(service: RunningService, num_steps: int) -> bool:
-    return service.engine.load().totals.num_steps > num_steps
+
+class StepByStep:
+    """A step hook that lets as many steps run as it is told to."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+
+    def __call__(self, plan: StepPlan) -> None:
+        if not self._permits.acquire(timeout=LONG_HOLD_S):
+            raise TimeoutError("the test never let the step run")
+
+    def let(self, num_steps: int) -> None:
+        """Let so many more run."""
+        self._permits.release(num_steps)
 
 
 REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", True)
@@ -89,35 +103,36 @@ async def test_of_ten_times_too_many_at_once_as_many_are_served_as_there_are_pla
         calls = [asyncio.create_task(crowd.call(number)) for number in range(10 * CAPACITY)]
         load = service.engine.load
         # While nothing moves, all that are too many are told so.
-        await until(lambda: crowd.refusals.total() + load().num_running + load().num_waiting == len(calls))
+        await until(lambda: crowd.is_decided(len(calls)))
         num_inside = load().num_running + load().num_waiting
         assert crowd.right == 0
         assert MOST_WAITING < num_inside <= CAPACITY
         gate.open()
         await asyncio.gather(*calls)
         assert (crowd.right, dict(crowd.refusals)) == (num_inside, {REFUSED: len(calls) - num_inside})
-        rounds_before_the_last = MOST_WAITING // NUM_SLOTS
-        assert max(crowd.steps_waited) <= (rounds_before_the_last + 1) * STEPS_EACH
+        # No first token comes later than the last one of all: one round more than there are waiting.
+        assert load().totals.num_steps <= (CAPACITY // NUM_SLOTS + 1) * STEPS_EACH
         await until_idle(service.control)
         assert await generate_ids(service, make_start()) == expected_output(PROMPT, 8)
 
 
 async def test_however_long_too_many_come_no_more_wait_and_whoever_is_let_in_is_served() -> None:
+    steps = StepByStep()
     config = make_config(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=64, max_num_waiting=MOST_WAITING)
-    async with running_service(make_fake_model(num_blocks=512), config) as service:
+    async with running_service(make_fake_model(before_step=steps, num_blocks=512), config) as service:
         crowd, calls, longest = Crowd(service), list[asyncio.Task[None]](), 0
-        load = service.engine.load
         for _ in range(3 * STEPS_EACH):
             # Whatever became of those before them.
             calls += [asyncio.create_task(crowd.call(len(calls) + i)) for i in range(CAPACITY)]
-            num_steps = load().totals.num_steps
-            await until(partial(has_gone_on, service, num_steps))
-            longest = max(longest, load().num_waiting)
+            await until(partial(crowd.is_decided, len(calls)))
+            longest = max(longest, service.engine.load().num_waiting)
+            steps.let(1)
+        steps.let(len(calls) * STEPS_EACH)
         await asyncio.gather(*calls)
-        assert longest <= MOST_WAITING
+        assert longest == MOST_WAITING
         assert set(crowd.refusals) == {REFUSED}
         assert crowd.right + crowd.refusals.total() == len(calls)
-        assert crowd.refusals.total() > crowd.right > NUM_SLOTS
+        assert crowd.refusals.total() > crowd.right > CAPACITY
         await until_idle(service.control)
 
 
