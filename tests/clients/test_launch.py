@@ -34,7 +34,8 @@ async def test_without_the_server_extra_it_says_exactly_what_to_install(command:
 
 async def test_without_the_server_extra_the_rest_works() -> None:
     async with running_fake_server() as server:
-        outcome = await run_headrace("generate", "hi", "-t", server.target, program=WITHOUT_SERVER)
+        asked = ("generate", "hi", "-t", server.target, "--max-tokens", "1")
+        outcome = await run_headrace(*asked, program=WITHOUT_SERVER)
     assert (outcome.status, outcome.out) == (0, "hi \n")
 
 
