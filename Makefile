@@ -16,7 +16,7 @@ SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 LINKS := build/typing/headrace
-ENGINE_TESTS := tests/engine tests/e2e -m "not model and not slow and not gpu"
+QUICK := -m "not model and not slow and not gpu"
 SOURCES := engine service clients/python tests .ci
 
 .DEFAULT_GOAL := help
@@ -103,16 +103,16 @@ test: install ## the whole test suite
 
 .PHONY: test-fast
 test-fast: install ## the tests that need no model and take no time
-	$(BIN)/python -m pytest -m "not slow and not model and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(QUICK) $(PYTEST_ARGS)
 
 .PHONY: test-contract
 test-contract: install ## engine tests over checks of what CUDA kernels demand, small blocks, then 256
-	$(BIN)/python -m pytest --kernel-contract 0 $(ENGINE_TESTS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --kernel-contract 256 $(ENGINE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --kernel-contract 0 tests/engine tests/e2e $(QUICK) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --kernel-contract 256 tests/e2e $(QUICK) $(PYTEST_ARGS)
 
 .PHONY: coverage
 coverage: install ## the tests that need no model, with the branches that they leave out
-	$(BIN)/python -m pytest -m "not slow and not model and not gpu" --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(QUICK) --cov --cov-report=term $(PYTEST_ARGS)
 
 # ---- changes ---------------------------------------------------------------------------------------
 
