@@ -52,9 +52,11 @@ def references(folders: Callable[[str], Path]) -> Callable[[str], PreTrainedMode
     """Loads a variant as transformers does, once."""
 
     def load(variant: str) -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folders(variant), dtype=torch.float32, attn_implementation="eager"
-        )
+        # Whoever comes first may be in inference mode, and nobody outside may write to what is made there.
+        with torch.inference_mode(mode=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folders(variant), dtype=torch.float32, attn_implementation="eager"
+            )
         return model.eval()
 
     return cache(load)
