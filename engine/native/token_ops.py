@@ -5,6 +5,8 @@ Letters: T tokens, K width, H heads, D head width, R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -125,19 +127,7 @@ class NativeTokenOps:
         Returns:
             (R,), int64.
         """
-        num_rows, width = logits.shape
-        out = torch.empty((num_rows,), dtype=torch.int64)
-        self._argmax(
-            self._kernels,
-            _code(logits),
-            logits.data_ptr(),
-            logits.stride(0),
-            num_rows,
-            width,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
+        return self._told(self._argmax, logits, torch.empty((logits.shape[0],), dtype=torch.int64))
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Greatest of each row as numbers for the host: `argmax`, and whether what stands there is finite.
@@ -148,9 +138,12 @@ class NativeTokenOps:
         Returns:
             (R, 3), fp64: the index, then twice 1 or 0.
         """
+        return self._told(self._greedy, logits, torch.empty((logits.shape[0], 3), dtype=torch.float64))
+
+    def _told(self, kernel: Callable[..., None], logits: Tensor, out: Tensor) -> Tensor:
+        """`out`, with what a kernel tells of each row."""
         num_rows, width = logits.shape
-        out = torch.empty((num_rows, 3), dtype=torch.float64)
-        self._greedy(
+        kernel(
             self._kernels,
             _code(logits),
             logits.data_ptr(),
