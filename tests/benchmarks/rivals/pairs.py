@@ -54,6 +54,11 @@ def _openvino_fp32(place: Place) -> Pair:
     return Pair(_openvino_worker(place, SLOTS, precision="f32"), headrace(place.model, SLOTS, "float32"))
 
 
+def _openvino_fp32_kv(place: Place) -> Pair:
+    worker = _openvino_worker(place, SLOTS, precision="f32", kv_precision="f32")
+    return Pair(worker, headrace(place.model, SLOTS, "float32"))
+
+
 def _openvino_int8(place: Place) -> Pair:
     return Pair(
         _openvino_worker(place, SLOTS, weights="int8"),
@@ -62,15 +67,21 @@ def _openvino_int8(place: Place) -> Pair:
 
 
 def _openvino_worker(
-    place: Place, num_slots: int, weights: str = "fp32", precision: str = "bf16"
+    place: Place,
+    num_slots: int,
+    weights: str = "fp32",
+    precision: str = "bf16",
+    kv_precision: str = "default",
 ) -> Contender:
+    """Its KV cache is in 8 bits, as it comes on a CPU, unless told otherwise."""
     venv = env.make(env.OPENVINO, place.cache)
     export = [str(venv / "bin" / "optimum-cli"), "export", "openvino", "-m", str(place.model)]
     export += ["--task", "text-generation-with-past", "--weight-format", weights, "{out}"]
     folder = env.converted(place.cache / "models" / f"openvino-{weights}", export)
     slots = f"{num_slots} slots" if num_slots else "no limit of slots"
-    arguments = [str(folder), precision, f"{num_slots}"]
+    arguments = [str(folder), precision, kv_precision, f"{num_slots}"]
     kept = "" if weights == "fp32" else f", {weights} weights"
+    kept += "" if kv_precision == "default" else f", KV {kv_precision}"
     name = f"OpenVINO GenAI {precision}{kept}, in process, {slots}"
     return in_process(name, venv, "openvino_worker.py", arguments, place.log("openvino"))
 
@@ -125,6 +136,7 @@ PAIRS: dict[str, Callable[[Place], Pair]] = {
     "openvino": _openvino,
     "openvino-many": _openvino_many,
     "openvino-fp32": _openvino_fp32,
+    "openvino-fp32-kv": _openvino_fp32_kv,
     "openvino-int8": _openvino_int8,
     "llamacpp": _llamacpp,
     "llamacpp-fp32": _llamacpp_fp32,

@@ -1,5 +1,6 @@
-"""OpenVINO GenAI's continuous batching.   usage: openvino_worker.py MODEL_FOLDER PRECISION SLOTS
+"""OpenVINO GenAI's continuous batching.   usage: openvino_worker.py MODEL_FOLDER PRECISION KV_PRECISION SLOTS
 
+KV_PRECISION "default": its own choice, 8 bits on a CPU.
 SLOTS 0: no limit on how many run at once. (With dynamic_split_fuse, the default, the limit is not kept.)
 """
 
@@ -19,7 +20,7 @@ CACHE_GIB = 2
 
 def main() -> None:
     """Serve lines until standard input ends."""
-    folder, precision, slots = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder, precision, kv_precision, slots = *sys.argv[1:4], int(sys.argv[4])
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size = CACHE_GIB
     scheduling.max_num_batched_tokens = 2048
@@ -31,6 +32,8 @@ def main() -> None:
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0)),
     }
+    if kv_precision != "default":
+        properties["KV_CACHE_PRECISION"] = kv_precision
     pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduling, "CPU", properties)
     generate(pipeline, [([5, 6, 7], 4)])
     print("[]", flush=True)
