@@ -120,16 +120,30 @@ def _vllm(place: Place) -> Pair:
     return Pair(vllm(venv, place.model, SLOTS, place.log("vllm")), headrace(place.model, SLOTS))
 
 
+def _vllm_fp32(place: Place) -> Pair:
+    venv = env.make(env.VLLM, place.cache)
+    rival = vllm(venv, place.model, SLOTS, place.log("vllm"), "float32")
+    return Pair(rival, headrace(place.model, SLOTS, "float32"))
+
+
 def _transformers(place: Place) -> Pair:
+    return _transformers_in(place, "bfloat16")
+
+
+def _transformers_fp32(place: Place) -> Pair:
+    return _transformers_in(place, "float32")
+
+
+def _transformers_in(place: Place, dtype: str) -> Pair:
     venv = env.make(env.TRANSFORMERS, place.cache)
     worker = in_process(
-        f"transformers bf16, in process, batches of {SLOTS}",
+        f"transformers {dtype}, in process, batches of {SLOTS}",
         venv,
         "transformers_worker.py",
-        [str(place.model), f"{SLOTS}"],
+        [str(place.model), f"{SLOTS}", dtype],
         place.log("transformers"),
     )
-    return Pair(worker, headrace(place.model, SLOTS))
+    return Pair(worker, headrace(place.model, SLOTS, dtype))
 
 
 PAIRS: dict[str, Callable[[Place], Pair]] = {
@@ -143,6 +157,8 @@ PAIRS: dict[str, Callable[[Place], Pair]] = {
     "llamacpp-q8": _llamacpp_q8,
     "llamacpp-q4": _llamacpp_q4,
     "vllm": _vllm,
+    "vllm-fp32": _vllm_fp32,
     "transformers": _transformers,
+    "transformers-fp32": _transformers_fp32,
 }
 """By the name that `--only` takes; each makes what its rival needs."""

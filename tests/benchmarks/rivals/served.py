@@ -38,14 +38,14 @@ def headrace(model: Path, num_slots: int, dtype: str = "bfloat16", flags: Sequen
     return Contender(" ".join((f"headrace {dtype}, {num_slots} slots", *flags)), start)
 
 
-def vllm(venv: Path, model: Path, num_slots: int, log: Path) -> Contender:
+def vllm(venv: Path, model: Path, num_slots: int, log: Path, dtype: str = "bfloat16") -> Contender:
     """vLLM's OpenAI server on the CPU, with all cores for its compute threads, prefix caching off."""
     python = venv / "bin" / "python"
 
     def command(port: int) -> list[str]:
         return [
             *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", "model", "--dtype", "bfloat16"),
+            *("--model", str(model), "--served-model-name", "model", "--dtype", dtype),
             *("--host", "127.0.0.1", "--port", f"{port}"),
             *(
                 "--max-num-seqs",
@@ -69,7 +69,7 @@ def vllm(venv: Path, model: Path, num_slots: int, log: Path) -> Contender:
     runtime = next(venv.glob("lib/python3*/site-packages/**/libiomp5.so"), None)
     if runtime is not None:
         env["LD_PRELOAD"] = str(runtime)
-    return Contender(f"vLLM CPU, {num_slots} slots", lambda: _http_server(command, env, log, {}))
+    return Contender(f"vLLM CPU {dtype}, {num_slots} slots", lambda: _http_server(command, env, log, {}))
 
 
 def llamacpp(venv: Path, weights: Path, num_slots: int, log: Path) -> Contender:

@@ -1,4 +1,4 @@
-"""transformers' `generate` in fixed batches.   usage: transformers_worker.py MODEL_FOLDER BATCH
+"""transformers' `generate` in fixed batches.   usage: transformers_worker.py MODEL_FOLDER BATCH DTYPE
 
 A batch runs until its longest answer is done. An answer's last token counts when it is made, as if it were
 streamed.
@@ -30,10 +30,10 @@ class Clock(LogitsProcessor):
 
 def main() -> None:
     """Serve lines until standard input ends."""
-    folder, size = sys.argv[1], int(sys.argv[2])
+    folder, size, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     ).eval()
     batch(model, [([1, 2, 3], 4)] * 2)
     print("[]", flush=True)
