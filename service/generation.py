@@ -14,7 +14,7 @@ from headrace.service.interceptors import Context
 from headrace.service.limits import Limits
 from headrace.service.serving import Serving
 from headrace.service.session import SessionRun
-from headrace.service.status import answer_too_large, invalid
+from headrace.service.status import invalid, require_fits
 from headrace.service.telling import Teller, encode_and_admit, ended_with_its_rpc, failed
 from headrace.v1 import generation_pb2, generation_pb2_grpc
 
@@ -62,8 +62,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         response = generation_pb2.GenerateOnceResponse(
             request_id=parsed.label, accepted=admitted.accepted, completions=completions.whole()
         )
-        if response.ByteSize() > self._limits.max_message_bytes:
-            raise answer_too_large(response.ByteSize(), self._limits.max_message_bytes)
+        advice = "ask for fewer logprobs or tokens, or have the answer streamed by Generate"
+        require_fits(response, self._limits.max_message_bytes, advice)
         return response
 
     async def Session(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
 from headrace.engine import FieldViolation, InvalidRequest
 from headrace.service.convert import chat_from_proto
 from headrace.service.interceptors import Context
 from headrace.service.options import default_sampling, default_sampling_to_proto
 from headrace.service.scoring import score
 from headrace.service.serving import ServedModel, Serving
+from headrace.service.status import require_fits
 from headrace.service.violations import chat_violations, num_bytes, text_violations, token_id_violations
 from headrace.v1 import model_pb2, model_pb2_grpc
+
+M = TypeVar("M", bound=Message)
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -45,7 +52,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
                 token_ids=ids, tokens=tokenizer.spellings(ids) if request.with_tokens else ()
             )
 
-        return await served.texts.run(num_bytes(request.text), work)
+        return _fitting(await served.texts.run(num_bytes(request.text), work), served)
 
     async def Detokenize(
         self, request: model_pb2.DetokenizeRequest, context: Context
@@ -65,7 +72,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             text = tokenizer.decode(list(request.token_ids), skip_special_tokens=skips_special)
             return model_pb2.DetokenizeResponse(text=text)
 
-        return await served.texts.run(len(request.token_ids), work)
+        return _fitting(await served.texts.run(len(request.token_ids), work), served)
 
     async def ApplyChatTemplate(
         self, request: model_pb2.ApplyChatTemplateRequest, context: Context
@@ -75,7 +82,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         _refuse(*chat_violations(request.chat, served.limits))
         chat, most_tokens = chat_from_proto(request.chat), served.max_prompt_tokens
         text, ids = await served.texts.render(served.engine.tokenizer, chat, most_tokens)
-        return model_pb2.ApplyChatTemplateResponse(text=text, token_ids=ids)
+        return _fitting(model_pb2.ApplyChatTemplateResponse(text=text, token_ids=ids), served)
 
     async def Score(self, request: model_pb2.ScoreRequest, context: Context) -> model_pb2.ScoreResponse:
         """Log-likelihood of a text."""
@@ -90,6 +97,11 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 def _refuse(*violations: FieldViolation) -> None:
     if violations:
         raise InvalidRequest(*violations)
+
+
+def _fitting(answer: M, served: ServedModel) -> M:
+    require_fits(answer, served.limits.max_message_bytes, "send it in parts, or ask for ids without tokens")
+    return answer
 
 
 def _model_to_proto(served: ServedModel) -> model_pb2.Model:

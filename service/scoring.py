@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from headrace.engine import FailureEvent, FieldViolation, InvalidRequest
 from headrace.service.admission import Parsed, parse
 from headrace.service.serving import ServedModel, Serving
-from headrace.service.status import RpcFailure, answer_too_large, invalid
+from headrace.service.status import RpcFailure, invalid, require_fits
 from headrace.service.telling import Teller, encode_and_admit, ended_with_its_rpc, failed
 from headrace.service.violations import text_violations
 from headrace.v1 import generation_pb2, model_pb2
@@ -41,8 +41,9 @@ async def score(
         parsed = parse(serving, start, remaining_s, needs_label=False)
         with ended_with_its_rpc(parsed):
             response = await _scored(parsed, num_unscored=max(0, request.num_context_tokens - 1))
-    if response.ByteSize() > served.limits.max_message_bytes:
-        raise answer_too_large(response.ByteSize(), served.limits.max_message_bytes)
+    require_fits(
+        response, served.limits.max_message_bytes, "ask for fewer logprobs, or score the text in parts"
+    )
     return response
 
 

@@ -132,14 +132,23 @@ def not_offered(what: str) -> RpcFailure:
     return RpcFailure(grpc.StatusCode.UNIMPLEMENTED, "NOT_OFFERED", f"{what} is not offered here")
 
 
-def answer_too_large(num_bytes: int, limit: int) -> RpcFailure:
-    """The whole answer does not fit in one message."""
-    return RpcFailure(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "ANSWER_TOO_LARGE",
-        f"the answer is {num_bytes} bytes, a message is at most {limit}: ask for fewer logprobs or tokens, "
-        "or have the answer streamed by Generate",
-    )
+def require_fits(answer: Message, limit: int, advice: str) -> None:
+    """Check that a whole answer fits in one message: gRPC would say so to the client alone.
+
+    Args:
+        limit: most bytes of a message.
+        advice: what to ask for instead.
+
+    Raises:
+        RpcFailure: RESOURCE_EXHAUSTED, it doesn't.
+    """
+    num_bytes = answer.ByteSize()
+    if num_bytes > limit:
+        raise RpcFailure(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "ANSWER_TOO_LARGE",
+            f"the answer is {num_bytes} bytes, a message is at most {limit}: {advice}",
+        )
 
 
 def resumable_id_in_use() -> RpcFailure:

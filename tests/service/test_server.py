@@ -16,11 +16,11 @@ from headrace.service.health import Health
 from headrace.service.limits import Limits
 from headrace.service.server import BindError, Endpoint, bind, make_health_server
 from headrace.v1.generation_pb2 import GenerateRequest, GenerateResponse, StartGeneration
-from headrace.v1.model_pb2 import GetModelRequest, TokenizeRequest
+from headrace.v1.model_pb2 import DetokenizeRequest, GetModelRequest, TokenizeRequest
 from headrace.v1.model_pb2_grpc import ModelServiceStub
 from tests.support import http2
 from tests.support.connections import connections
-from tests.support.fake_runner import expected_output, make_fake_model
+from tests.support.fake_runner import EOS, expected_output, make_fake_model
 from tests.support.service import (
     PROMPT,
     Gate,
@@ -126,6 +126,34 @@ async def test_a_message_over_the_limit_fails_alone_and_names_the_limit() -> Non
         assert await generate_ids(service, make_start()) == expected_output(PROMPT, 8)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "10000" in (refusal.value.details() or "")
+
+
+@pytest.mark.parametrize("by", [0, 1])
+async def test_the_limit_of_a_message_is_the_same_to_the_byte_either_way(by: int) -> None:
+    limit = 1000
+    async with running_service(limits=Limits(max_message_bytes=limit)) as service:
+
+        async def asking() -> None:
+            # Special tokens have two bytes each, and no text: the request is longer than its answer.
+            request = DetokenizeRequest(token_ids=[EOS] * 498 + [65] * (1 + by))
+            assert request.ByteSize() == limit + by
+            assert (await service.model.Detokenize(request)).text == "A"
+
+        async def telling() -> None:
+            # An id for each letter, and one more: the answer is longer than its request.
+            answer = await service.model.Tokenize(TokenizeRequest(text="x" * (995 + by)))
+            assert answer.ByteSize() == limit
+
+        for call, said in ((asking, "Received message larger"), (telling, "the answer is 1001 bytes")):
+            if not by:
+                await call()
+                continue
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call()
+            assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert said in (refusal.value.details() or "")
+            assert f"{limit}" in (refusal.value.details() or "")
+        assert await generate_ids(service, make_start()) == expected_output(PROMPT, 8)
 
 
 async def test_a_message_just_under_the_default_limit_of_grpc_and_over_it_passes() -> None:
