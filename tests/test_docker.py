@@ -73,6 +73,15 @@ def test_an_image_runs_as_a_user_without_rights_and_needs_nothing_of_roots(docke
     assert "/root" not in instructions
 
 
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_whatever_number_its_user_has_the_cache_can_be_written_to(dockerfile: Path) -> None:
+    """Clusters choose a number by themselves, and put it into root's group."""
+    made = re.search(r"install --directory (.*) (\S+)\n", dockerfile.read_text())
+    assert made is not None
+    assert made[2] == variables_of(dockerfile)["HEADRACE_CACHE"]
+    assert {"--group=root", "--mode=0775"} <= set(made[1].split())
+
+
 def test_the_composed_service_starts_and_is_open_to_this_machine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -108,7 +108,7 @@ def _locked(place: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise ModelLoadError(
-            f"the cache folder {place.parent} can't be used: {error}; name another one"
+            f"the cache folder {place.parent} can't be used: {error}; name another one with HEADRACE_CACHE"
         ) from error
 
 

@@ -137,7 +137,7 @@ def test_two_at_once_build_one_folder(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
-    with pytest.raises(ModelLoadError, match=r"cache folder .* can't be used"):
+    with pytest.raises(ModelLoadError, match=r"cache folder .* can't be used.* HEADRACE_CACHE"):
         ensure_folder(tmp_path / "cache" / "mill", Builder())
 
 
