@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 
@@ -12,10 +12,18 @@ class BreakableLink:
 
     Args:
         target: "host:port" that connections are passed on to; may be changed for those to come.
+        on_sent, on_answered: are told what clients send, and what comes back, piece by piece.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(
+        self,
+        target: str,
+        on_sent: Callable[[bytes], None] = lambda data: None,
+        on_answered: Callable[[bytes], None] = lambda data: None,
+    ) -> None:
         self.target = target
+        self._on_sent = on_sent
+        self._on_answered = on_answered
         self.address = ""
         self.num_connections = 0
         self._open: set[asyncio.StreamWriter] = set()
@@ -43,12 +51,17 @@ class BreakableLink:
             writer.transport.abort()
             return
         self._open |= {writer, back}
-        await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
+        await asyncio.gather(
+            self._pass_on(reader, back, self._on_sent), self._pass_on(there, writer, self._on_answered)
+        )
         self._open -= {writer, back}
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_data: Callable[[bytes], None]
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(2**16):
+                on_data(data)
                 await self._is_flowing.wait()
                 writer.write(data)
                 await writer.drain()
@@ -56,9 +69,13 @@ class BreakableLink:
 
 
 @asynccontextmanager
-async def breakable_link(target: str) -> AsyncIterator[BreakableLink]:
-    """A link to `target`; broken at the end."""
-    link = BreakableLink(target)
+async def breakable_link(
+    target: str,
+    on_sent: Callable[[bytes], None] = lambda data: None,
+    on_answered: Callable[[bytes], None] = lambda data: None,
+) -> AsyncIterator[BreakableLink]:
+    """A link to `target`, broken at the end; see `BreakableLink`."""
+    link = BreakableLink(target, on_sent, on_answered)
     server = await asyncio.start_server(link.serve, "127.0.0.1", 0)
     link.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

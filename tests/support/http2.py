@@ -5,6 +5,7 @@ RFC 9113 for frames, RFC 7541 for header fields.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -89,3 +90,30 @@ def message(stream: int, encoded: bytes, *, flags: int = END_STREAM) -> bytes:
 def opening() -> bytes:
     """What a client that means well sends first."""
     return PREFACE + settings()
+
+
+class FrameCounter:
+    """Counts the frames that one side of a connection sends, whatever pieces they come in.
+
+    Args:
+        is_client: whether it is the side that sends `PREFACE` first.
+    """
+
+    def __init__(self, *, is_client: bool) -> None:
+        self.kinds: Counter[int] = Counter()
+        self.num_pings = 0
+        """Those that want an answer."""
+        self._rest = b""
+        self._num_skipped = len(PREFACE) if is_client else 0
+
+    def feed(self, data: bytes) -> None:
+        """Count on."""
+        self._rest += data
+        while len(self._rest) >= self._num_skipped + 9:
+            head = self._rest[self._num_skipped : self._num_skipped + 9]
+            self._rest = self._rest[self._num_skipped + 9 :]
+            self._num_skipped = int.from_bytes(head[:3], "big")
+            self.kinds[head[3]] += 1
+            self.num_pings += head[3] == PING and not head[4] & ACK
+        skipped = min(self._num_skipped, len(self._rest))
+        self._rest, self._num_skipped = self._rest[skipped:], self._num_skipped - skipped
