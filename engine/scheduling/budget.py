@@ -202,14 +202,13 @@ class LatencyBudget:
         """What the step may take on that was planned last."""
         return self._allowance
 
-    def observe(self, plan: StepPlan, seconds: float, allowance: StepAllowance | None = None) -> None:
+    def observe(self, plan: StepPlan, seconds: float, allowance: StepAllowance) -> None:
         """Learn from a step that has run.
 
         Args:
             seconds: from its beginning to that of the next one, which followed at once.
-            allowance: what it could take on; None for the step that was planned last.
+            allowance: what it could take on.
         """
-        allowance = allowance or self._allowance
         shape = StepShape.of(plan)
         self.costs.observe(shape, seconds)
         if len(plan.rows) <= 2 and shape.num_decode_tokens > 0 and shape.num_prefill_tokens == 0:

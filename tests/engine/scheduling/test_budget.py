@@ -107,14 +107,14 @@ def test_who_has_no_target_does_not_limit_a_step() -> None:
 
 def test_for_a_target_out_of_reach_three_times_the_shortest_step_is_planned() -> None:
     budget = budget_of(tpot_s=0.001)
-    budget.observe(lone_step(), 0.012)
+    budget.observe(lone_step(), 0.012, budget.allowance)
     # Aim: 36 ms. Token 3 is due at 108 ms: 106 ms, less 12 for the decode.
     assert budget.begin_step([decoding(3, 0.0)], 1, now_s=0.002).chunk_len(0, 1000) == 93
 
 
 def test_a_target_that_can_just_be_kept_leaves_prompts_a_quarter_of_the_shortest_step() -> None:
     budget = budget_of(tpot_s=0.0151)
-    budget.observe(lone_step(), 0.012)
+    budget.observe(lone_step(), 0.012, budget.allowance)
     # Aim: 15 ms, 1.25 times the 12 of a single row. Token 3 is due at 45 ms: 43 ms, less 12 for the decode.
     assert budget.begin_step([decoding(3, 0.0)], 1, now_s=0.002).chunk_len(0, 1000) == 30
 
@@ -124,7 +124,7 @@ def test_a_target_at_the_border_of_reach_does_not_come_and_go() -> None:
     told = []
     for lone_s in (0.0099, 0.0101, 0.0098, 0.0092, 0.0088, 0.0099):
         for _ in range(40):
-            budget.observe(lone_step(), lone_s)
+            budget.observe(lone_step(), lone_s, budget.allowance)
         told.append(budget.status([], waiting).classes[0].is_attainable)
     assert told == [True, False, False, False, True, True]
 
@@ -150,11 +150,11 @@ def test_only_steps_with_a_row_or_two_say_that_a_target_is_out_of_reach() -> Non
     budget = budget_of(tpot_s=0.05)
     crowded = StepPlan(0, lone_step().rows * 30)
     for _ in range(200):
-        budget.observe(crowded, 0.2)
+        budget.observe(crowded, 0.2, budget.allowance)
     waiting = WaitingQueue(ClientLedger({}), 10.0)
     assert budget.status([], waiting).classes[0].is_attainable
     for _ in range(40):
-        budget.observe(lone_step(), 0.2)
+        budget.observe(lone_step(), 0.2, budget.allowance)
     assert not budget.status([], waiting).classes[0].is_attainable
 
 
@@ -237,7 +237,7 @@ def test_targets_are_by_class_until_they_are_set_for_all() -> None:
 
 def test_the_status_tells_each_class_and_the_next_step() -> None:
     budget = budget_of(tpot_s=0.1, p7=LatencyTargets(tpot_s=0.001))
-    budget.observe(lone_step(), 0.012)
+    budget.observe(lone_step(), 0.012, budget.allowance)
     for priority in (0, 0, 7):
         ended = decoding(11, 1.0, priority=priority)
         ended.last_token_s = 1.5
@@ -260,9 +260,9 @@ def test_what_is_out_of_reach_is_logged_once(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "headrace.engine")
     budget = budget_of(tpot_s=0.005)
     for step in range(640):
-        budget.observe(lone_step(step), 0.010)
+        budget.observe(lone_step(step), 0.010, budget.allowance)
     for step in range(640, 2000):
-        budget.observe(lone_step(step), 0.001)
+        budget.observe(lone_step(step), 0.001, budget.allowance)
     told = [(record.levelname, "out of reach" in record.message) for record in caplog.records]
     assert told == [("WARNING", True), ("INFO", False)]
 
