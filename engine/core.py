@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
-from itertools import compress, count
+from itertools import compress
 
 from headrace.engine.config import CacheLayout, EngineConfig, ModelInfo
 from headrace.engine.errors import (
@@ -22,10 +22,9 @@ from headrace.engine.errors import (
     NothingToDraw,
     RequestFailed,
 )
-from headrace.engine.expiries import Expiries
-from headrace.engine.flights import Flight, Flights
 from headrace.engine.kv.manager import KVCacheManager
 from headrace.engine.live import UNTELLABLE, LiveRequest, LiveSequence, Taken
+from headrace.engine.live_requests import LiveRequests
 from headrace.engine.outputs import (
     FailureEvent,
     FinishEvent,
@@ -41,9 +40,9 @@ from headrace.engine.scheduling.ahead import PlanAhead
 from headrace.engine.scheduling.budget import LatencyBudget, LatencyDesk
 from headrace.engine.scheduling.plan import RowResult, ScheduledSequence, StepPlan, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.sequence import Request, RequestId, Sequence, SequenceId, SequenceStatus
+from headrace.engine.sequence import Request, RequestId, Sequence, SequenceStatus
 from headrace.engine.speculative.speculator import Speculator, make_proposer
-from headrace.engine.text import OutputText
+from headrace.engine.steps_under_way import StepsUnderWay, StepUnderWay
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.validation import check_request, max_tokens_for
 
@@ -77,7 +76,6 @@ class EngineCore:
     ) -> None:
         self._info = info
         self._layout = layout
-        self._tokenizer = tokenizer
         self._clock = clock
         self._kv = KVCacheManager(layout, info.name)
         self._budget = LatencyBudget(config.latency)
@@ -97,12 +95,9 @@ class EngineCore:
         self._max_num_paused = config.scheduler.max_num_paused
         self._num_untold_preemptions = 0
         self._gate = QueueGate(config.scheduler, self._scheduler.waiting)
-        self._live: dict[RequestId, LiveRequest] = {}
-        self._by_sequence: dict[SequenceId, LiveSequence] = {}
-        self._expiries = Expiries()
-        self._sequence_ids = count()
+        self._live = LiveRequests(info, tokenizer)
         self._totals = StepTotals()
-        self._flights = Flights(self._budget)
+        self._under_way = StepsUnderWay(self._budget)
         self._ahead = PlanAhead(self._scheduler, self._kv, self._budget)
 
     @property
@@ -113,7 +108,7 @@ class EngineCore:
     @property
     def num_under_way(self) -> int:
         """Steps that were planned and have not been finished: none, one, or two."""
-        return len(self._flights)
+        return len(self._under_way)
 
     @property
     def due_s(self) -> float | None:
@@ -121,7 +116,7 @@ class EngineCore:
         meanwhile, by the engine's clock; None for never."""
         if not self._live:
             return None
-        moments = (self._scheduler.due_s, self._expiries.next_s)
+        moments = (self._scheduler.due_s, self._live.next_expiry_s)
         return min((due_s for due_s in moments if due_s is not None), default=None)
 
     @property
@@ -163,25 +158,12 @@ class EngineCore:
         if self._live:
             # Who has nothing to do refuses nobody: only what is served shows whether a forecast was right.
             self._budget.check(request, self._scheduler.waiting.num_in_time)
-        live = self._live[request.request_id] = LiveRequest(request)
-        self._start_sequences(live, max_len, now_s)
-        self._expiries.add(live, len(self._live))
-
-    def _start_sequences(self, live: LiveRequest, max_len: int, now_s: float) -> None:
-        request = live.request
-        end_token_ids = request.stop.token_ids
-        if not request.stop.ignore_eos:
-            end_token_ids |= self._info.eos_token_ids
-        is_constrained = request.constraint is not None
-        for sequence in live.begin(max_len, end_token_ids, now_s, self._sequence_ids):
-            text = OutputText(self._tokenizer, request.output, request.stop, is_constrained=is_constrained)
-            live.open[sequence.index] = LiveSequence(sequence, text, live)
-            self._by_sequence[sequence.sequence_id] = live.open[sequence.index]
-            self._scheduler.add(sequence)
+        for live in self._live.begin(request, max_len, now_s):
+            self._scheduler.add(live.sequence)
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
         """End requests as cancelled. Ids that are not live are passed over."""
-        lives = [self._live[request_id] for request_id in request_ids if request_id in self._live]
+        lives = self._live.named(request_ids)
         return [event for live in lives for event in self._cut_off(live, FinishReason.CANCELLED)]
 
     def pause(self, request_ids: Iterable[RequestId]) -> list[RequestEvent]:
@@ -189,7 +171,7 @@ class EngineCore:
         over. Where more sequences are paused than may be, requests are ended as overloaded: the
         longest paused one of the client that has the most of them."""
         now_s, parking = self._clock(), self._scheduler.parking
-        for live in self._open_sequences(request_ids):
+        for live in self._live.sequences_of(request_ids):
             self._scheduler.pause(live.sequence, now_s)
         events: list[RequestEvent] = []
         while parking.num_paused > self._max_num_paused:
@@ -200,22 +182,18 @@ class EngineCore:
     def resume(self, request_ids: Iterable[RequestId]) -> None:
         """Go on with requests that were paused. Ids that are not live are passed over."""
         now_s = self._clock()
-        for live in self._open_sequences(request_ids):
+        for live in self._live.sequences_of(request_ids):
             self._scheduler.resume(live.sequence, now_s)
-
-    def _open_sequences(self, request_ids: Iterable[RequestId]) -> list[LiveSequence]:
-        lives = [self._live[request_id] for request_id in request_ids if request_id in self._live]
-        return [live for request in lives for live in request.open.values()]
 
     def fail_all(self, error: EngineError) -> list[RequestEvent]:
         """End every request with `error`."""
-        return [self._fail(live, error) for live in list(self._live.values())]
+        return [self._fail(live, error) for live in self._live]
 
     def expire(self) -> list[RequestEvent]:
         """End the requests whose time limit or deadline has passed."""
         now_s = self._clock()
         events: list[RequestEvent] = []
-        for live in self._expiries.due(now_s):
+        for live in self._live.expired(now_s):
             deadline_s = live.request.deadline_s
             if deadline_s is not None and deadline_s <= now_s:
                 late = DeadlineExceeded("the deadline passed before the request was finished")
@@ -237,28 +215,24 @@ class EngineCore:
             plan, num_preemptions = self._plan_ahead(started_s)
             num_told = num_preemptions
         else:
-            self._flights.begin(started_s)
+            self._under_way.begin(started_s)
             plan, num_preemptions = self._scheduler.schedule(self._totals.num_steps, started_s)
             num_told = self._num_untold_preemptions + num_preemptions
         self._num_untold_preemptions += num_preemptions
         if plan is not None:
             num_waiting, allowance = len(self._scheduler.waiting), self._budget.allowance
-            self._flights.add(Flight(plan, allowance, num_told, num_waiting, started_s, self._clock()))
-            self._kv.under_way.note(self._flights.sequence_ids)
+            step = StepUnderWay(plan, allowance, num_told, num_waiting, started_s, self._clock())
+            self._under_way.add(step)
+            self._kv.under_way.note(self._under_way.sequence_ids)
         return plan
 
     def _plan_ahead(self, now_s: float) -> tuple[StepPlan | None, int]:
         if self.num_under_way != 1 or self._speculator.is_active:
             return None, 0
-        last = self._flights.newest.plan
-        sequences = [None if live is None else live.sequence for live in map(self._running, last.rows)]
+        last = self._under_way.newest.plan
+        lives = map(self._live.running, last.rows)
+        sequences = [None if live is None else live.sequence for live in lives]
         return self._ahead.plan(last, sequences, now_s)
-
-    def _running(self, row: ScheduledSequence) -> LiveSequence | None:
-        """Whose row it is; None once it is void. Nobody comes back to the batch while a row of it is under
-        way, so who runs has run since it was planned."""
-        live = self._by_sequence.get(row.sequence_id)
-        return live if live is not None and live.sequence.status is SequenceStatus.RUNNING else None
 
     def finish_step(self, result: StepResult) -> tuple[list[RequestEvent], StepStats]:
         """Take in the outcome of the oldest step under way.
@@ -266,21 +240,21 @@ class EngineCore:
         Returns:
             What to tell the callers, in order, and what the step did.
         """
-        begun = self._flights.take()
-        self._kv.under_way.note(self._flights.sequence_ids)
-        self._speculator.note_step(begun.plan, result)
+        step = self._under_way.take()
+        self._kv.under_way.note(self._under_way.sequence_ids)
+        self._speculator.note_step(step.plan, result)
         executed_s = self._clock()
         # Nothing of a void row is taken in.
-        found = [self._running(row) for row in begun.plan.rows]
-        rows, outcomes = list(compress(begun.plan.rows, found)), list(compress(result.rows, found))
+        found = [self._live.running(row) for row in step.plan.rows]
+        rows, outcomes = list(compress(step.plan.rows, found)), list(compress(result.rows, found))
         lives = [live for live in found if live is not None]
         slots = [live.sequence.batch_slot for live in lives]
         taken = self._take_all_in(lives, rows, outcomes, executed_s)
         # Counted before anybody leaves: the step ran with these blocks.
-        num_used = self._scheduler.num_computed_tokens - self._kv.num_shared_slots
+        num_used = self._scheduler.computed.num_held - self._kv.num_shared_slots
         num_allocated = self._kv.num_live_blocks * self._layout.block_size
         events = self._tell_all(lives, outcomes, taken)
-        stats = begun.stats(
+        stats = step.stats(
             result,
             tuple(
                 live.stats(row, slot, new)
@@ -292,8 +266,8 @@ class EngineCore:
             executed_s=executed_s,
             updated_s=(updated_s := self._clock()),
         )
-        self._flights.note_end(begun, result, updated_s)
-        self._num_untold_preemptions -= begun.num_preemptions
+        self._under_way.note_end(step, result, updated_s)
+        self._num_untold_preemptions -= step.num_preemptions
         before, self._totals = self._totals, self._totals.plus(stats)
         self._gate.note_step(
             self._totals.num_computed_tokens - before.num_computed_tokens,
@@ -310,7 +284,7 @@ class EngineCore:
         IntegrityError."""
         self._kv.check_integrity()
         kept = self._kv.num_live_blocks, self._kv.num_remembered
-        if not self._live and not self._flights and any(kept):
+        if not self._live and not self._under_way and any(kept):
             raise IntegrityError(f"nobody is live, yet {kept[0]} blocks and {kept[1]} entries are kept")
 
     def _take_all_in(
@@ -331,7 +305,7 @@ class EngineCore:
             else:
                 taken.append(event)
                 usual.append(live.sequence)
-        self._scheduler.take_in_decodes(usual)
+        self._scheduler.computed.take_in_decodes(usual)
         return taken
 
     def _take_in(
@@ -342,7 +316,7 @@ class EngineCore:
         if taken is None:
             self._kv.withdraw(row.sequence_id)
             return None
-        self._scheduler.take_in(live.sequence, row, outcome, taken.num_tokens)
+        self._scheduler.computed.take_in(live.sequence, row, outcome, taken.num_tokens)
         return taken
 
     def _tell_all(
@@ -383,12 +357,12 @@ class EngineCore:
         for live in request.open.values():
             self._forget(live)
         request.open.clear()
-        del self._live[request.request.request_id]
+        self._live.forget(request)
         return request.request.request_id, FailureEvent(error)
 
     def _addressed(self, request: LiveRequest, events: list[OutputEvent]) -> list[RequestEvent]:
         if not request.open:
-            del self._live[request.request.request_id]
+            self._live.forget(request)
         return [(request.request.request_id, event) for event in events]
 
     def _forget(self, live: LiveSequence) -> None:
@@ -396,4 +370,4 @@ class EngineCore:
         self._scheduler.finish(live.sequence)
         self._gate.note_end(live.sequence)
         self._budget.note_end(live.sequence)
-        del self._by_sequence[live.sequence.sequence_id]
+        self._live.forget_sequence(live)

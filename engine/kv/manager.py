@@ -11,7 +11,7 @@ from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.block_pool import BlockPool
 from headrace.engine.kv.prefix_cache import BlockKey, PrefixCache, chain_root, next_key
-from headrace.engine.kv.under_way import UnderWay
+from headrace.engine.kv.under_way import SequencesUnderWay
 from headrace.engine.outputs import BlockCounts
 from headrace.engine.sequence import SequenceId
 
@@ -91,7 +91,7 @@ class KVCacheManager:
         self._chains: dict[SequenceId, list[BlockKey]] = {}
         # Per waiting sequence: what it was found to share, and how many blocks had been forgotten by then.
         self._matches: dict[SequenceId, tuple[int, list[int]]] = {}
-        self.under_way = UnderWay(self._pool)
+        self.under_way = SequencesUnderWay(self._pool)
         self.drafted = DraftedBlocks()
 
     @property

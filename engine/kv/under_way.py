@@ -8,7 +8,7 @@ from headrace.engine.kv.block_pool import BlockPool
 from headrace.engine.sequence import SequenceId
 
 
-class UnderWay:
+class SequencesUnderWay:
     """The sequences that steps under way may write to, and what those have given back meanwhile.
 
     Args:

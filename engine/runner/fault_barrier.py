@@ -35,7 +35,7 @@ _TEST_STEP = StepPlan(
 
 
 @dataclass(slots=True, eq=False)
-class _UnderWay:
+class _StepUnderWay:
     """A step that has not been brought in; `launched` is None before it is launched, and once what it
     computes has been thrown away."""
 
@@ -63,7 +63,7 @@ class FaultBarrier:
         self._runner = runner
         self._max_failed_steps = max_failed_steps
         self._num_failed_steps = 0
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_StepUnderWay] = deque()
         self._drawn: list[int] = []
 
     def advance(self, *plans: StepPlan) -> StepResult:
@@ -76,7 +76,7 @@ class FaultBarrier:
         Raises:
             EngineDead: for too many steps in a row the runner could run nothing.
         """
-        self._under_way.extend(_UnderWay(plan) for plan in plans)
+        self._under_way.extend(_StepUnderWay(plan) for plan in plans)
         first, is_broken = self._under_way[0], False
         try:
             self._launch_first(first)
@@ -99,7 +99,7 @@ class FaultBarrier:
             )
         return result
 
-    def _launch_first(self, first: _UnderWay) -> None:
+    def _launch_first(self, first: _StepUnderWay) -> None:
         if first.launched is None:
             # What it follows has been brought in: nothing is unknown any more.
             first.plan = as_known(first.plan, self._drawn)
@@ -147,13 +147,13 @@ class FaultBarrier:
         return True
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        return self._checked(plan, self._fetch(_UnderWay(plan, self._launch(plan))))
+        return self._checked(plan, self._fetch(_StepUnderWay(plan, self._launch(plan))))
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         with _panics_told():
             return self._runner.launch(plan)
 
-    def _fetch(self, step: _UnderWay) -> StepResult:
+    def _fetch(self, step: _StepUnderWay) -> StepResult:
         if step.launched is None:
             raise IntegrityError(f"step {step.plan.step} is fetched and was never launched")
         with _panics_told():

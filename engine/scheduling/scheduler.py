@@ -8,7 +8,6 @@ and every step lets the second catch up with the first under one token budget.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -16,10 +15,11 @@ from headrace.engine.config import SchedulerConfig, SpeculationConfig
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.manager import NO_MATCH, KVCacheManager, PrefixMatch
 from headrace.engine.scheduling.budget import LatencyBudget
+from headrace.engine.scheduling.computed_tokens import ComputedTokens
 from headrace.engine.scheduling.fairness import ClientLedger
 from headrace.engine.scheduling.lookahead import Lookahead
 from headrace.engine.scheduling.parking import Parking
-from headrace.engine.scheduling.plan import DraftWork, RowResult, ScheduledSequence, StepLimits, StepPlan
+from headrace.engine.scheduling.plan import DraftWork, StepLimits, StepPlan
 from headrace.engine.scheduling.planning import PlanInProgress
 from headrace.engine.scheduling.queue import SequenceQueue, WaitingQueue, rank_of, sharing_key_of
 from headrace.engine.scheduling.static_batch import StaticBatch
@@ -70,8 +70,7 @@ class Scheduler:
         )
         self._lookahead = Lookahead(kv, self._speculator)
         self.limits = StepLimits(config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_chunk)
-        self.num_computed_tokens = 0
-        """Tokens whose KV is valid and held, those of shared blocks once for each sequence."""
+        self.computed = ComputedTokens(kv, self.ledger, self._speculator)
         self._free_batch_slots = list(range(config.max_num_seqs))
         heapify(self._free_batch_slots)
         self._batch = StaticBatch(config)
@@ -101,7 +100,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.ledger.stop_waiting(client)
         self.parking.forget(sequence)
-        self.num_computed_tokens -= sequence.num_computed_tokens
+        self.computed.note_end(sequence)
         self.ledger.depart(client)
         self._kv.free(sequence.sequence_id, is_over=True)
         self._speculator.forget(sequence)
@@ -191,45 +190,6 @@ class Scheduler:
         rows = plan.rows(self._kv, self._catch_up, now_s)
         return StepPlan(step, rows), plan.num_preempted + plan.num_stripped
 
-    def take_in_decodes(self, sequences: List[Sequence]) -> None:
-        """What `take_in` does, for sequences that have computed one token and got one, without any drafts."""
-        block_size = self._kv.layout.block_size
-        num_made: dict[str, int] = {}
-        for sequence in sequences:
-            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
-            client = sequence.request.client
-            num_made[client] = num_made.get(client, 0) + 1
-            if num_computed % block_size == 0 and sequence.sharing_key is not None:
-                self._kv.offer(sequence.sequence_id, sequence.token_ids, num_computed, sequence.sharing_key)
-        self.num_computed_tokens += len(sequences)
-        for client, num_tokens in num_made.items():
-            self.ledger.charge_output(client, num_tokens)
-
-    def take_in(
-        self, sequence: Sequence, row: ScheduledSequence, outcome: RowResult, num_output_tokens: int
-    ) -> None:
-        """Count what a step has computed for a running sequence, and charge its client for what it has made.
-
-        The sequence holds the tokens that it got already. The KV of drafts that were refused, or that stand
-        behind the end, lies beyond what is counted.
-        """
-        if num_output_tokens:
-            self.ledger.charge_output(sequence.request.client, num_output_tokens)
-        num_before = sequence.num_computed_tokens
-        if row.num_draft_tokens or outcome.num_draft_tokens:
-            num_kept = row.known_end + outcome.num_accepted_tokens
-            num_computed = min(num_kept, len(sequence.token_ids))
-        else:
-            num_computed = row.first_position + len(row.token_ids)
-        sequence.num_computed_tokens = num_computed
-        self.num_computed_tokens += num_computed - num_before
-        if self._speculator.is_active:
-            self._speculator.observe(sequence, row, outcome)
-        key = sequence.sharing_key
-        if key is not None and num_computed % self._kv.layout.block_size < num_computed - num_before:
-            # At least one block has been filled: others may share it.
-            self._kv.offer(sequence.sequence_id, sequence.token_ids, num_computed, key)
-
     def _grow(self, sequence: Sequence, plan: PlanInProgress) -> None:
         """Schedule the next tokens of a running sequence, at the expense of lower ones if need be."""
         num_tokens = plan.chunk_len(sequence)
@@ -267,8 +227,7 @@ class Scheduler:
 
     def _give_up_blocks(self, sequence: Sequence) -> None:
         self._kv.free(sequence.sequence_id)
-        self.num_computed_tokens -= sequence.num_computed_tokens
-        sequence.num_computed_tokens = 0
+        self.computed.lose(sequence)
         sequence.num_preemptions += 1
 
     def admit(self, plan: PlanInProgress, now_s: float) -> None:
@@ -365,8 +324,7 @@ class Scheduler:
             self.parking.leave(sequence)
         else:
             self._kv.adopt(sequence.sequence_id, match)
-            sequence.num_computed_tokens = match.num_tokens
-            self.num_computed_tokens += match.num_tokens
+            self.computed.adopt(sequence, match.num_tokens)
         self._speculator.begin(sequence)
         client = sequence.request.client
         if sequence.first_scheduled_s is None:

@@ -237,7 +237,7 @@ class SchedulerMachine(PausingRules):
             elif has_written or not failing:
                 made[sequence.request.client] += self.take_in(sequence, row, outcome, usual)
             # A step that has raised and whose other rows are run again is another step to the scheduler.
-        self.scheduler.take_in_decodes(usual)
+        self.scheduler.computed.take_in_decodes(usual)
         self.check_charges(before, made)
         for sequence in self.live:
             is_stopped = sequence.token_ids[-1] in sequence.end_token_ids and sequence.num_output_tokens
@@ -255,7 +255,7 @@ class SchedulerMachine(PausingRules):
         if is_usual and not self.is_speculating:
             usual.append(sequence)
         else:
-            self.scheduler.take_in(sequence, row, outcome, num_taken)
+            self.scheduler.computed.take_in(sequence, row, outcome, num_taken)
         return num_taken
 
     def end(self, sequence):
@@ -327,7 +327,7 @@ class SchedulerMachine(PausingRules):
         parted = waiting + running + list(self.scheduler.parking.paused)
         assert sorted(s.sequence_id for s in parted) == sorted(s.sequence_id for s in self.live)
         assert self.scheduler.waiting.num_tokens == sum(s.max_len for s in waiting)
-        assert self.scheduler.num_computed_tokens == sum(s.num_computed_tokens for s in self.live)
+        assert self.scheduler.computed.num_held == sum(s.num_computed_tokens for s in self.live)
         places = [s.batch_slot for s in running]
         assert len(set(places)) == len(places)
         assert set(places) <= set(range(self.config.max_num_seqs))

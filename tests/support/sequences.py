@@ -124,7 +124,7 @@ class SchedulerHarness:
             sequence = live[row.sequence_id]
             drawn = (0,) if row.is_sampled else ()
             sequence.token_ids += drawn
-            self.scheduler.take_in(sequence, row, RowResult(drawn), len(drawn))
+            self.scheduler.computed.take_in(sequence, row, RowResult(drawn), len(drawn))
             if drawn and len(sequence.token_ids) == sequence.max_len:
                 self.scheduler.finish(sequence)
         self.kv.check_integrity()

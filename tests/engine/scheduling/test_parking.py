@@ -159,7 +159,7 @@ def test_an_end_in_every_phase_leaves_nothing_behind(phase: str) -> None:
     if phase == "waiting again":
         harness.scheduler.resume(sequence, 0.0)
     harness.scheduler.finish(sequence)
-    assert harness.kv.counts.live == harness.scheduler.num_computed_tokens == 0
+    assert harness.kv.counts.live == harness.scheduler.computed.num_held == 0
     assert harness.scheduler.parking.num_paused == len(harness.scheduler.waiting) == 0
     assert not harness.scheduler.parking.is_holding
     other = harness.add()

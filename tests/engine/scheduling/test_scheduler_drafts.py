@@ -58,7 +58,7 @@ class Drafting:
             run = (row.num_draft_tokens + 1000,) if row.is_sampled else ()
             sequence.token_ids += run
             outcome = RowResult(run, num_draft_tokens=row.num_draft_tokens)
-            self.scheduler.take_in(sequence, row, outcome, len(run))
+            self.scheduler.computed.take_in(sequence, row, outcome, len(run))
             if len(sequence.token_ids) >= sequence.max_len:
                 self.scheduler.finish(sequence)
         self.kv.check_integrity()

@@ -19,7 +19,7 @@ from headrace.engine.sequence import SequenceId
 
 
 @dataclass(slots=True)
-class Flight:
+class StepUnderWay:
     """A step under way.
 
     Args:
@@ -70,7 +70,7 @@ class Flight:
         )
 
 
-class Flights:
+class StepsUnderWay:
     """Keeps account of them, and of their times.
 
     Args:
@@ -79,15 +79,15 @@ class Flights:
 
     def __init__(self, budget: LatencyBudget) -> None:
         self._budget = budget
-        self._under_way: deque[Flight] = deque()
+        self._under_way: deque[StepUnderWay] = deque()
         # The step that has returned last, what it did, and how much of its time the draft model took.
-        self._last: tuple[Flight, StepPlan, float] | None = None
+        self._last: tuple[StepUnderWay, StepPlan, float] | None = None
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     @property
-    def newest(self) -> Flight:
+    def newest(self) -> StepUnderWay:
         """The one that was planned last; one is under way."""
         return self._under_way[-1]
 
@@ -101,11 +101,11 @@ class Flights:
             raise IntegrityError(f"step {self._under_way[0].plan.step} was never finished")
         self._learn(now_s)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, step: StepUnderWay) -> None:
         """A step has been planned."""
-        self._under_way.append(flight)
+        self._under_way.append(step)
 
-    def take(self) -> Flight:
+    def take(self) -> StepUnderWay:
         """The oldest has returned.
 
         Raises:
@@ -115,9 +115,9 @@ class Flights:
             raise IntegrityError("no step was begun")
         return self._under_way.popleft()
 
-    def note_end(self, flight: Flight, result: StepResult, now_s: float) -> None:
+    def note_end(self, step: StepUnderWay, result: StepResult, now_s: float) -> None:
         """One that was taken has been taken in; if the next one is under way, it begins now."""
-        self._last = flight, as_run(flight.plan, result), result.propose_s
+        self._last = step, as_run(step.plan, result), result.propose_s
         if self._under_way:
             self._learn(now_s)
             self._under_way[0].started_s = self._under_way[0].planned_s = now_s
@@ -125,12 +125,12 @@ class Flights:
     @property
     def sequence_ids(self) -> frozenset[SequenceId]:
         """Whose KV those under way write."""
-        return frozenset(row.sequence_id for flight in self._under_way for row in flight.plan.rows)
+        return frozenset(row.sequence_id for step in self._under_way for row in step.plan.rows)
 
     def _learn(self, now_s: float) -> None:
         if self._last is None:
             return
         # What a draft model takes is another matter than what the step cost.
-        flight, plan, propose_s = self._last
-        self._budget.observe(plan, now_s - flight.started_s - propose_s, flight.allowance)
+        step, plan, propose_s = self._last
+        self._budget.observe(plan, now_s - step.started_s - propose_s, step.allowance)
         self._last = None
