@@ -107,7 +107,12 @@ class KVCacheManager:
     @property
     def num_shared_slots(self) -> int:
         """KV slots saved by sharing: those of blocks that further tables hold beside the first."""
-        return (self._pool.num_references - self.num_live_blocks) * self._block_size
+        num_references, num_held = self._pool.num_references, self.num_live_blocks
+        if self.under_way.parked:
+            # What was given back and isn't free yet stands in no table any more.
+            num_references -= sum(map(len, self.under_way.parked))
+            num_held -= len(self._held_by_no_table())
+        return (num_references - num_held) * self._block_size
 
     @property
     def num_remembered(self) -> int:
@@ -256,16 +261,16 @@ class KVCacheManager:
 
     def flush(self) -> int:
         """Give up all content that no sequence holds; returns the number of blocks."""
-        num_parked = Counter(chain.from_iterable(self.under_way.parked))
         # Not free yet, and nobody's: found by nobody when they are.
-        forgotten = [
-            block_id
-            for block_id, number in num_parked.items()
-            if number == self._pool.ref_counts[block_id] and self._cache.forget(block_id)
-        ]
+        forgotten = [block_id for block_id in self._held_by_no_table() if self._cache.forget(block_id)]
         for block_id in forgotten:
             self._pool.unkeep(block_id)
         return len(forgotten) + self._pool.evict_all()
+
+    def _held_by_no_table(self) -> list[int]:
+        """Blocks that are live only because a step under way may still write to them."""
+        num_parked = Counter(chain.from_iterable(self.under_way.parked))
+        return [i for i, number in num_parked.items() if number == self._pool.ref_counts[i]]
 
     def check_integrity(self) -> None:
         """Audit tables against counts.

@@ -272,6 +272,25 @@ def test_an_engine_that_stops_ends_everybody_while_a_step_is_under_way() -> None
     h.core.check_integrity()
 
 
+def test_slots_are_counted_as_used_for_those_who_still_hold_them() -> None:
+    h = Ahead()
+    prompt = tuple(range(12))
+    ending = [h.add(prompt=prompt)]
+    h.step()
+    ending.append(h.add(prompt=prompt))
+    staying = h.add(prompt=prompt)
+    h.begin()
+    assert h.ahead() is not None
+    # What they shared with the one that stays is in no table of theirs any more, though it can't be free yet.
+    h.events += h.core.abort([request.request_id for request in ending])
+    h.fetch()
+    assert h.stats[-1].num_kv_slots_used == len(prompt)
+    h.fetch()
+    assert h.stats[-1].num_kv_slots_used == len(prompt) + 1
+    h.run_to_end()
+    assert h.tokens(staying) == expected_output(prompt, 8)
+
+
 def test_preemption_waits_until_nothing_is_under_way() -> None:
     """Two sequences that outgrow the pool together: a step is not planned ahead without the blocks for it."""
     h = Ahead(num_blocks=5, block_size=2, max_model_len=40)
