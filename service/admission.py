@@ -215,7 +215,7 @@ def _admitted(parsed: Parsed, encoded: Encoded) -> Admitted:
         raise unavailable("ENGINE_DEAD", str(error), 1.0) from error
     parsed.progress.is_admitted = True
     parsed.ticket.charge_up_to(len(encoded.prompt))
-    parsed.edge.metrics.admitted(parsed.caller, len(encoded.prompt))
+    parsed.edge.metrics.admitted(parsed.request_id, parsed.caller, len(encoded.prompt))
     accepted = generation_pb2.Accepted(
         prompt_tokens=len(encoded.prompt),
         max_tokens=max_tokens,

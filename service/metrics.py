@@ -6,7 +6,6 @@ for and only of clients that have shown who they are.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ _PREFIX = "headrace"
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_MAX_FOLLOWED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._names_clients = names_clients
         self._model = ""
-        # Of each live request, by the index of the sequence; the eldest are dropped should they be too many.
-        self._followed: OrderedDict[str, dict[int, float]] = OrderedDict()
+        # Of each request that was admitted and is not over, by the index of the sequence: its last step.
+        self._followed: dict[str, dict[int, float]] = {}
+        # Over, while what the step that ran then has made for them may not have been told yet.
+        self._over: list[str] = []
         self._told: dict[tuple[str, ...], Counter] = {}
         client = ("client",) if names_clients else ()
         self._prompt_tokens = self._counter(
@@ -137,8 +137,14 @@ class Metrics:
         self._model = model
         self._told.clear()
 
-    def admitted(self, caller: Caller, num_prompt_tokens: int) -> None:
-        """The engine has queued a request."""
+    @property
+    def num_followed(self) -> int:
+        """Requests of which something is remembered."""
+        return len(self._followed)
+
+    def admitted(self, request_id: str, caller: Caller, num_prompt_tokens: int) -> None:
+        """The engine has queued a request; `request_ended` is to follow."""
+        self._followed[request_id] = {}
         self._prompt_tokens.labels(self._model, *self._client(caller)).inc(num_prompt_tokens)
 
     def told(self, caller: Caller, num_tokens: int) -> None:
@@ -188,7 +194,10 @@ class Metrics:
         Args:
             failed_with: gRPC code; None for a normal end.
         """
-        self._followed.pop(request_id, None)
+        if self._followed.get(request_id):
+            self._over.append(request_id)
+        else:
+            self._followed.pop(request_id, None)
         self._whole.labels(self._model).observe(duration_s)
         if failed_with is not None:
             self._failures.labels(self._model, failed_with).inc()
@@ -207,17 +216,17 @@ class Metrics:
                 continue
             sequences = followed.get(row.request_id)
             if sequences is None:
-                sequences = followed[row.request_id] = {}
+                # Cancelled while the step was under way: nobody waits for what it made.
+                continue
             before_s = sequences.get(row.index)
             if before_s is not None:
                 gaps.observe(now_s - before_s)
             sequences[row.index] = now_s
             if row.is_finished:
                 del sequences[row.index]
-                if not sequences:
-                    del followed[row.request_id]
-        while len(followed) > _MAX_FOLLOWED:
-            followed.popitem(last=False)
+        for request_id in self._over:
+            followed.pop(request_id, None)
+        self._over.clear()
         self._iteration_tokens.labels(self._model).observe(num_tokens)
         self._step_seconds.labels(self._model).observe(stats.schedule_s + stats.execute_s + stats.update_s)
 
