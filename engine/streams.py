@@ -39,6 +39,10 @@ class UnreadPool:
         if self.num_bytes > self._max_bytes and not was_excessive:
             self._on_excess()
 
+    def close(self) -> None:
+        """Whoever was to be called has gone, and is let go."""
+        self._on_excess = lambda: None
+
 
 class TokenStream:
     """The output slot of one request. The engine never waits for its reader: what is not fetched is joined.
@@ -165,14 +169,14 @@ class TokenStream:
             if self._on_room is not None and not self.is_finished:
                 self._on_room(self.request_id)
 
-    def set_listener(self, on_ready: Callable[[TokenStream], None]) -> None:
+    def set_listener(self, on_ready: Callable[[TokenStream], None] | None) -> None:
         """Call `on_ready` each time the empty slot gets something, when the request fails, and now if there
-        is something already.
+        is something already. None calls nobody any more.
 
         It is called on the event loop's thread from inside the engine's round: be quick, don't raise.
         """
         self._listener = on_ready
-        if self._slot:
+        if self._slot and on_ready is not None:
             on_ready(self)
 
     async def __aiter__(self) -> AsyncIterator[OutputEvent]:

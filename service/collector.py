@@ -6,12 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (20_000, 10, 2)
+THRESHOLDS = (5_000, 10, 2)
 """Each step makes a handful of small objects per row and drops them a step later. By Python's own thresholds
-they are looked through several times a step, together with all that lives longer. What a stream leaves
-behind are cycles of some 200 objects, 20 KiB: of streams open at one look they go at the tenth after, and of
-those open at that one soon after it. The whole is small, as what was there before the first stream is left
-out, and it is looked through only once a quarter of it is new."""
+they are looked through several times a step, together with all that lives longer. What a call leaves behind
+is a circle of gRPC's own, five objects and a kibibyte: of calls open at one look it goes at the tenth after,
+and of those open at that one soon after it. The whole is small, as what was there before the first call is
+left out, and it is looked through only once a quarter of it is new."""
 
 
 @contextmanager

@@ -29,13 +29,12 @@ class Door:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
-    def enter(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """A call begins; it is inside until its status has been sent."""
+    def enter(self, call: asyncio.Task[Any]) -> None:
+        """A call begins; it is inside until the task that answers it has ended, its status with it."""
         self._num_inside += 1
         self._is_empty.clear()
-        # The stubs of gRPC's types take no function for a callback.
-        leave: Any = self._leave
-        context.add_done_callback(leave)
+        # Not gRPC's own callback: it would hold the call in a circle that only the collector ends.
+        call.add_done_callback(self._leave)
 
     async def hold(self) -> NoReturn:
         """Give a call no answer: it ends with its connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 from urllib.parse import unquote
@@ -64,7 +65,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
         def wrapped(respond: Callable[..., Any]) -> Callable[..., Any]:
             async def entered(request: Any, context: Context) -> Any:
-                self._door.enter(context)
+                self._door.enter(_own_task())
                 try:
                     known = admittance or self._authenticator.by_certificate(_peer_of(context))
                 except RpcFailure as failure:
@@ -77,7 +78,7 @@ class Gate(grpc.aio.ServerInterceptor):
                     # What else is raised in there has become a status already.
                     await self._refuse(context, failure, method)
 
-            return entered
+            return _let_go(entered)
 
         return handler_like(handler, wrapped(behaviour_of(handler)), handler.request_deserializer)
 
@@ -93,13 +94,36 @@ class Gate(grpc.aio.ServerInterceptor):
         async def refuse(requests: Any, context: Context) -> None:
             await self._refuse(context, failure, method)
 
-        return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(_let_go(refuse))
 
     async def _refuse(self, context: Context, failure: RpcFailure, method: str) -> NoReturn:
         self._edge.metrics.shut_out(failure.reason)
         self._refusals.log(reason=failure.reason, method=method[:128], peer=_host_of(context.peer()))
         await context.abort_with_status(rpc_status.to_status(failure.to_status()))
         raise AssertionError("abort_with_status always raises")
+
+
+def _own_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None, "gRPC answers each call in a task of its own"
+    return task
+
+
+def _let_go(respond: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """What `respond` answers; where it aborts the call, nothing of its work outlives the call."""
+
+    async def answered(request: Any, context: Context) -> Any:
+        try:
+            return await respond(request, context)
+        except grpc.aio.AbortError as aborted:
+            # gRPC keeps it with the call, and whoever stands in its traceback holds the call: a circle that
+            # only the collector would end.
+            aborted.__context__ = None
+            raise aborted.with_traceback(None) from None
+        finally:
+            del request, context
+
+    return answered
 
 
 def _unknown_method() -> RpcFailure:

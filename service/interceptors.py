@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
@@ -122,8 +122,9 @@ class Guard(grpc.aio.ServerInterceptor):
             async def work() -> None:
                 if is_unary:
                     _refuse_unknown_fields(_decoded(request))
-                requests = request if is_unary else _all_decoded(request)
-                async with aclosing(respond(requests, context)) as responses:
+                async with AsyncExitStack() as closed:
+                    requests = request if is_unary else await _all_decoded(request, closed)
+                    responses = await closed.enter_async_context(aclosing(respond(requests, context)))
                     await self._write_all(responses, context)
 
             await self._answered(method, context, work())
@@ -133,8 +134,9 @@ class Guard(grpc.aio.ServerInterceptor):
     def _foreign(self, respond: Callable[..., Any], *, is_unary: bool) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
             try:
-                decoded = _decoded(request) if is_unary else _all_decoded(request)
-                return await outcome_of(respond(decoded, context), context)
+                async with AsyncExitStack() as closed:
+                    decoded = _decoded(request) if is_unary else await _all_decoded(request, closed)
+                    return await outcome_of(respond(decoded, context), context)
             except RpcFailure as failure:
                 await context.abort_with_status(rpc_status.to_status(failure.to_status()))
 
@@ -175,7 +177,10 @@ class Guard(grpc.aio.ServerInterceptor):
             self._ended("rpc done", method, began_s, grpc.StatusCode.OK)
             return result
         self._ended("rpc refused", method, began_s, failure.code, reason=failure.reason)
-        await context.abort_with_status(rpc_status.to_status(failure.to_status()))
+        status = rpc_status.to_status(failure.to_status())
+        # Its traceback leads here: it and what this frame holds, the call above all, would keep each other.
+        del failure
+        await context.abort_with_status(status)
         raise AssertionError("abort_with_status always raises")
 
     def _ended(self, event: str, method: str, began_s: float, code: grpc.StatusCode, **more: str) -> None:
@@ -247,9 +252,19 @@ def _decoded(request: Message | None) -> Message:
     return request
 
 
-async def _all_decoded(requests: AsyncIterator[Message | None]) -> AsyncIterator[Message]:
-    async for request in requests:
-        yield _decoded(request)
+async def _all_decoded(
+    requests: AsyncIterable[Message | None], closed: AsyncExitStack
+) -> AsyncIterator[Message]:
+    """The messages of a stream, up to the end of `closed`. Left in the middle, gRPC's own iterator and the
+    call would keep each other for ever: the collector doesn't see into them."""
+    received: Any = aiter(requests)
+    encoded: AsyncIterator[Message | None] = await closed.enter_async_context(aclosing(received))
+
+    async def decoded() -> AsyncGenerator[Message, None]:
+        async for request in encoded:
+            yield _decoded(request)
+
+    return await closed.enter_async_context(aclosing(decoded()))
 
 
 def _refuse_unknown_fields(request: Message) -> None:

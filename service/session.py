@@ -105,6 +105,10 @@ class SessionRun:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # What leads back here is let go, or the call and all its memory would wait for the collector.
+        self._tasks.clear()
+        self._encodings.clear()
+        self._unread.close()
 
     async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
         """Everything that the client is told, until its half-close and the end of the last request.
@@ -113,7 +117,7 @@ class SessionRun:
             RpcFailure: INVALID_ARGUMENT, the client broke the protocol; UNAVAILABLE, the server goes down;
                 RESOURCE_EXHAUSTED, the client reads too slowly.
         """
-        reader, batch = self._tasks[0], Batch()
+        batch = Batch()
         with self._serving.on_close(self._wake.set):
             while True:
                 while self._ready:
@@ -129,15 +133,23 @@ class SessionRun:
                     continue  # meanwhile there may be more
                 if self._cut_by is not None:
                     raise self._cut_by
-                for task in self._tasks:
-                    if task.done():
-                        task.result()
-                if not self._live and reader.done():
+                self._check_tasks()
+                if not self._live and self._tasks[0].done():
                     return
                 if not self._live and self._serving.is_closed:
                     raise closed()
                 await self._wake.wait()
                 self._wake.clear()
+
+    def _check_tasks(self) -> None:
+        """Raise what reading or admitting has ended with."""
+        for task in self._tasks:
+            if task.done():
+                try:
+                    task.result()
+                finally:
+                    # It keeps what it raises, which would lead back to it through this frame.
+                    del task
 
     def _taken(self, source: Live | GenerationEvent) -> Iterator[GenerationEvent]:
         """One by one: who has much to tell lets others have their turn between two messages."""
@@ -161,6 +173,8 @@ class SessionRun:
         label = live.parsed.label
         del self._live[label]
         self._ended_labels.add(label)
+        if live.stream is not None:
+            live.stream.set_listener(None)
         if (entry := self._resumables.of(live)) is not None:
             entry.release(self._limits.detach_grace_s, is_detached=False)
 
@@ -170,7 +184,7 @@ class SessionRun:
             live.stop_giving_up()
             if live.stream is not None:
                 live.stream.count_in(None)
-                live.stream.set_listener(lambda _: None)
+                live.stream.set_listener(None)
             entry = self._resumables.of(live)
             if entry is not None and live.is_begun and not self._serving.is_closed:
                 entry.release(self._limits.detach_grace_s, is_detached=True)

@@ -1,4 +1,4 @@
-"""gRPC's side of a call."""
+"""The task that answers a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class FakeCall:
     callbacks: list[Callable[[object], None]] = field(default_factory=list)
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        """As `grpc.aio.ServicerContext` has it."""
+        """As `asyncio.Task` has it."""
         self.callbacks.append(callback)
 
     def end(self) -> None:
