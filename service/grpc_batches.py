@@ -1,0 +1,94 @@
+"""Mends grpc#43360: what `grpc.aio` allocates for an operation is never freed if the operation fails, or if
+nobody waits for it any more.
+
+Both are daily bread of a server whose clients cancel, vanish or reset: a hundred bytes for each of them, for
+ever, and scattered, so that the pages around them can't be given back either. Here each operation's end is
+taken in by whoever began it, whatever became of the call and of the task that waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+_KNOWN_VERSIONS = ("1.85.",)
+"""Tried with these. This reaches into what is gRPC's own, so any other version is left as it is."""
+
+_Execute = Callable[[Any, tuple[Any, ...], Any], Coroutine[Any, Any, None]]
+
+
+def mend_batches() -> bool:
+    """Mend it for the whole process; whether this version of gRPC is one that can be."""
+    execute: _Execute | None = getattr(cygrpc, "execute_batch", None)
+    if execute is None or not grpc.__version__.startswith(_KNOWN_VERSIONS):
+        return False
+    if getattr(execute, "is_mended", False):
+        return True
+
+    def mended(call: Any, operations: tuple[Any, ...], loop: asyncio.AbstractEventLoop) -> Awaitable[None]:
+        return _Batch(loop).begun(lambda batch: execute(call, operations, batch))
+
+    mended.is_mended = True  # type: ignore[attr-defined]
+    cygrpc.execute_batch = mended
+    return True
+
+
+class _Batch:
+    """Operations of one call that are under way. To gRPC's own code it is both the loop and the future."""
+
+    __slots__ = ("_execution", "_loop", "_over")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._over = loop.create_future()
+        self._execution: Coroutine[Any, Any, None] | None = None
+
+    def begun(self, execute: Callable[[_Batch], Coroutine[Any, Any, None]]) -> Awaitable[None]:
+        """Begin it; its end is to be awaited, or not."""
+        self._execution = execute(self)
+        self._execution.send(None)
+        return self._over
+
+    def create_future(self) -> _Batch:
+        """What `execute` waits for."""
+        return self
+
+    def __await__(self) -> Iterator[None]:
+        return iter((None,))
+
+    def cancelled(self) -> bool:
+        """Never: who waits may give up, the operations go on to their end."""
+        return False
+
+    def set_result(self, _: object) -> None:
+        """They have succeeded."""
+        self._end(None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """They have failed."""
+        self._end(error)
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: object) -> None:
+        """Their end is told, by whichever loop came to know of it first."""
+        if asyncio.get_running_loop() is self._loop:
+            callback(*args)
+        else:
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _end(self, error: BaseException | None) -> None:
+        execution, self._execution = self._execution, None
+        assert execution is not None, "operations end once"
+        with suppress(StopIteration):
+            # It goes on as if they had succeeded, so it frees what it has allocated.
+            execution.send(None)
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
