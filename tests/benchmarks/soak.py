@@ -1,20 +1,23 @@
 """Many clients of every kind on one server for a long time: is a token lost or doubled, is anything kept?
 
 python -m tests.benchmarks.soak --seconds 600 --clients 200
+python -m tests.benchmarks.soak --only cancel_first --actions 50000
 
 Half of the clients behave well, some of them slowly, and what they are told is compared with what each prompt
-gives alone. The others cancel, vanish, ask for what can't be had, or send what is no HTTP/2.
+gives alone. The others cancel, vanish, ask for what can't be had, or send what is no HTTP/2. With --only they
+all do the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +27,7 @@ from grpc_health.v1 import health_pb2
 
 from headrace.v1.generation_pb2 import GenerateRequest, GenerationEvent, StartGeneration
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.benchmarks.growth import Growth, Look
 from tests.support.hostile import GENERATE, connected, request
 from tests.support.http2 import call_headers, header_bomb, message, opening, ping, reset
 from tests.support.served_tiny import ServedTiny, ids_over, served_tiny
@@ -32,6 +36,7 @@ from tests.support.service import RawSession, ids_of, is_ended, make_start
 PROMPTS = tuple(tuple(range(20 + i, 24 + 3 * i)) for i in range(12))
 LENGTHS = (1, 5, 20, 60)
 SAMPLE_EVERY_S = 0.5
+KINDS = ("stream", "session", "own_connection", "cancel", "cancel_first", "invalid", "vanish", "garbage")
 _Kind = Callable[[random.Random], Coroutine[None, None, None]]
 _BUSY = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 
@@ -45,7 +50,8 @@ class Soak:
             turned away by a full server.
         faults: statuses that nobody should have got, and answers that were wrong, a few in words.
         done: what each kind of client has done how often.
-        samples: (seconds since the beginning, resident bytes, whether health said SERVING).
+        growth: of its memory.
+        num_unwell: looks at which health didn't say SERVING.
     """
 
     right: int = 0
@@ -53,7 +59,8 @@ class Soak:
     refused: int = 0
     faults: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[float, int, bool]] = field(default_factory=list)
+    growth: Growth = field(default_factory=Growth)
+    num_unwell: int = 0
 
     def judge(self, events: list[GenerationEvent], expected: list[int]) -> None:
         """Compare what one client was told with what it is told alone."""
@@ -71,21 +78,14 @@ class Soak:
             self.faults.append(fault)
 
     @property
-    def is_always_healthy(self) -> bool:
-        """Whether every look at its health was well."""
-        return all(is_serving for _, _, is_serving in self.samples)
+    def num_actions(self) -> int:
+        """Of all clients so far."""
+        return self.done.total()
 
     @property
-    def mib_per_minute(self) -> float:
-        """How fast its memory grew over the second half, by least squares."""
-        late = self.samples[len(self.samples) // 2 :]
-        if len(late) < 2:
-            return 0.0
-        mean_s = sum(s for s, _, _ in late) / len(late)
-        mean_bytes = sum(n for _, n, _ in late) / len(late)
-        spread = sum((s - mean_s) ** 2 for s, _, _ in late)
-        slope = sum((s - mean_s) * (n - mean_bytes) for s, n, _ in late) / spread
-        return slope * 60 / 2**20
+    def has_failed(self) -> bool:
+        """Whether anything was lost, wrong or kept."""
+        return bool(self.wrong or self.faults or self.num_unwell) or self.growth.is_flat is False
 
 
 @dataclass
@@ -166,6 +166,16 @@ class Crowd:
                 await call.read()
         call.cancel()
 
+    async def cancel_first(self, rng: random.Random) -> None:
+        """Give up at the first token."""
+        start, _ = self.start(rng)
+        start.stop.max_tokens = max(LENGTHS)
+        call = self.stub(rng).Generate(GenerateRequest(start=start))
+        with suppress(grpc.aio.AioRpcError):
+            await call.read()
+            await call.read()
+        call.cancel()
+
     async def invalid(self, rng: random.Random) -> None:
         """Ask for what can't be had."""
         start, _ = self.start(rng)
@@ -202,26 +212,45 @@ class Crowd:
         if error.code() not in _BUSY:
             self.soak.note(f"{error.code().name}: {error.details()}")
 
-    async def client(self, number: int, ends_s: float) -> None:
-        """One client, until the time is over: even numbers behave well."""
+    async def client(self, number: int, kinds: Sequence[_Kind], is_over: Callable[[], bool]) -> None:
+        """One client, until it is over."""
         rng = random.Random(number)
-        well: tuple[_Kind, ...] = (self.stream, self.stream, self.session, self.own_connection)
-        ill: tuple[_Kind, ...] = (self.cancel, self.cancel, self.invalid, self.vanish, self.garbage)
-        while time.monotonic() < ends_s:
-            kind = rng.choice(ill if number % 2 else well)
+        while not is_over():
+            kind = rng.choice(kinds)
             await kind(rng)
             self.soak.done[kind.__name__] += 1
+
+    def kinds(self, number: int, only: str | None) -> Sequence[_Kind]:
+        """What a client does: even numbers behave well, unless all do the same."""
+        if only is not None:
+            return [getattr(self, only)]
+        well = (self.stream, self.stream, self.session, self.own_connection)
+        ill = (self.cancel, self.cancel, self.invalid, self.vanish, self.garbage)
+        return ill if number % 2 else well
 
     async def look(self, began_s: float) -> None:
         """Sample memory and health until cancelled."""
         while True:
             is_serving = await self.tiny.process.health() == health_pb2.HealthCheckResponse.SERVING
-            self.soak.samples.append((time.monotonic() - began_s, self.tiny.rss_bytes, is_serving))
+            self.soak.num_unwell += not is_serving
+            at_s = time.monotonic() - began_s
+            self.soak.growth.looks.append(Look(at_s, self.soak.num_actions, self.tiny.rss_bytes))
             await asyncio.sleep(SAMPLE_EVERY_S)
 
 
-async def soak(folder: Path, seconds: float, num_clients: int) -> Soak:
+async def soak(
+    folder: Path,
+    num_clients: int,
+    *,
+    seconds: float = math.inf,
+    num_actions: float = math.inf,
+    only: str | None = None,
+) -> Soak:
     """Let the clients at a server, and look at it afterwards.
+
+    Args:
+        seconds, num_actions: they begin nothing new after that.
+        only: what all of them do, one of `KINDS`; None for the mixture.
 
     Raises:
         AssertionError: the server is not as new when all have gone.
@@ -232,9 +261,13 @@ async def soak(folder: Path, seconds: float, num_clients: int) -> Soak:
         channels = [grpc.aio.insecure_channel(tiny.address, options=options) for _ in range(20)]
         crowd = Crowd(tiny, channels, answers)
         began_s = time.monotonic()
+
+        def is_over() -> bool:
+            return time.monotonic() - began_s >= seconds or crowd.soak.num_actions >= num_actions
+
         looking = asyncio.create_task(crowd.look(began_s))
         try:
-            clients = (crowd.client(i, began_s + seconds) for i in range(num_clients))
+            clients = (crowd.client(i, crowd.kinds(i, only), is_over) for i in range(num_clients))
             await asyncio.gather(*clients)
         finally:
             looking.cancel()
@@ -246,16 +279,14 @@ async def soak(folder: Path, seconds: float, num_clients: int) -> Soak:
 
 def table(result: Soak) -> str:
     """For a person."""
-    first, last = result.samples[0][1] / 2**20, result.samples[-1][1] / 2**20
-    highest = max(num_bytes for _, num_bytes, _ in result.samples) / 2**20
+    num_looks = len(result.growth.looks)
     lines = [
         f"answers as alone            {result.right}",
         f"answers lost/doubled/wrong  {result.wrong}",
         f"turned away                 {result.refused}",
         f"other faults                {len(result.faults)}",
-        f"healthy at every look       {result.is_always_healthy} ({len(result.samples)} looks)",
-        f"memory, MiB                 {first:.0f} at first, {highest:.0f} at most, {last:.0f} at last",
-        f"growth, second half         {result.mib_per_minute:+.1f} MiB per minute",
+        f"healthy                     at {num_looks - result.num_unwell} of {num_looks} looks",
+        *result.growth.lines(),
         "blocks, requests left       0 (checked), and the canary answers as at first",
         *(f"  {kind:<24}  {count}" for kind, count in sorted(result.done.items())),
         *(f"! {fault}" for fault in result.faults),
@@ -266,13 +297,23 @@ def table(result: Soak) -> str:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="(default: 600, unless --actions)")
+    parser.add_argument("--actions", type=float, default=math.inf)
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--only", choices=KINDS)
     arguments = parser.parse_args()
+    seconds = arguments.seconds if min(arguments.seconds, arguments.actions) < math.inf else 600.0
     with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(soak(Path(folder), arguments.seconds, arguments.clients))
+        work = soak(
+            Path(folder),
+            arguments.clients,
+            seconds=seconds,
+            num_actions=arguments.actions,
+            only=arguments.only,
+        )
+        result = asyncio.run(work)
     print(table(result))
-    if result.wrong or result.faults or not result.is_always_healthy:
+    if result.has_failed:
         raise SystemExit(1)
 
 

@@ -13,6 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from headrace.v1.generation_pb2 import GenerateRequest
 from tests.benchmarks.drain import drain_often
+from tests.benchmarks.growth import Growth, Look
 from tests.benchmarks.soak import soak
 from tests.support.fake_runner import expected_output
 from tests.support.server_process import server_process
@@ -22,12 +23,29 @@ pytestmark = pytest.mark.slow
 
 
 async def test_no_token_is_lost_or_doubled_among_clients_of_every_kind(tmp_path: Path) -> None:
-    result = await soak(tmp_path, seconds=20, num_clients=60)
+    result = await soak(tmp_path, num_clients=60, seconds=20)
     assert result.faults == []
     assert result.wrong == 0
     assert result.right > 0
-    assert result.is_always_healthy
+    assert result.num_unwell == 0
     assert set(result.done) >= {"stream", "session", "own_connection", "cancel", "vanish", "garbage"}
+
+
+@pytest.mark.parametrize(
+    ("growth_by_minute", "is_flat"),
+    [((50, 20, 9, 4, 1, 0, 1, 0, 1, 0), True), ((2,) * 10, False), ((0,) * 4, None)],
+    ids=["levels off", "grows on", "too short"],
+)
+async def test_memory_that_levels_off_is_told_from_memory_that_grows(
+    growth_by_minute: tuple[float, ...], is_flat: bool | None
+) -> None:
+    sizes = [300 + sum(growth_by_minute[:i]) for i in range(1, len(growth_by_minute) + 1)]
+    growth = Growth([Look(60.0 * i, 1000 * i, size * 2**20) for i, size in enumerate(sizes)])
+    assert growth.is_flat is is_flat
+    assert growth.by_the_minute() == sizes
+    if is_flat is False:
+        assert growth.bytes_per_s * 60 == pytest.approx(2 * 2**20)
+        assert growth.bytes_per_action * 1000 == pytest.approx(2 * 2**20)
 
 
 async def test_no_stream_is_cut_by_a_drain_under_load() -> None:
