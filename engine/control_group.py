@@ -10,8 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_MEMORY_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-_MEMORY_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_MEMORY_V2 = (
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("inactive_file", "active_file", "file_mapped"),
+)
+_MEMORY_V1 = (
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file", "total_mapped_file"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +73,20 @@ class ControlGroup:
                 yield from (mounted / each for each in (inner, *inner.parents) if each != Path())
 
 
-def _free_memory(folder: Path, limit_names: tuple[str, ...], usage_name: str, cache_key: str) -> int | None:
+def _free_memory(
+    folder: Path, limit_names: tuple[str, ...], usage_name: str, cache_keys: tuple[str, str, str]
+) -> int | None:
     limits = [_read(folder / name).strip() for name in limit_names]
     usage = _read(folder / usage_name).strip()
     in_bytes = [int(limit) for limit in limits if limit not in ("", "max")]
     if not in_bytes or not usage:
         return None
-    # Files that were read lately, a model's for one, are let go where memory is asked for.
+    # Files that were read, a model's for one, are let go where memory is asked for; those that are mapped, as
+    # libraries are, are in use.
     stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
-    can_go = min(int(usage), int(stat.get(cache_key, 0)))
-    return max(0, min(in_bytes) - int(usage) + can_go)
+    inactive, active, mapped = (int(stat.get(key, 0)) for key in cache_keys)
+    can_go = inactive + max(0, active - mapped)
+    return max(0, min(in_bytes) - int(usage) + min(int(usage), can_go))
 
 
 def _read(file: Path) -> str:

@@ -87,6 +87,18 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = W
     return DenseLinear(weight, bias)
 
 
+def is_packed(dtype: torch.dtype, device: torch.device, kind: WeightKind) -> bool:
+    """Whether `make_linear` would lay such weights out anew: who needs them as they were has them twice."""
+    kit = native_kit()
+    if kit is not None and (
+        kind in (WeightKind.INT8, WeightKind.INT4)
+        or (kind is WeightKind.KEPT_BF16 and kit.linears.suits_kept_bf16())
+        or kit.linears.suits(torch.empty((1, 2), dtype=dtype, device=device))
+    ):
+        return True
+    return device.type == "cpu" and can_prepack(dtype)
+
+
 class DenseLinear:
     """The weight as it is stored."""
 

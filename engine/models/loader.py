@@ -76,7 +76,8 @@ def load_decoder(
     with Checkpoint(folder) as checkpoint:
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
-        if weight_kind is WeightKind.SAME and _stays_bf16(checkpoint, spec, dtype, device):
+        may_keep = weight_kind is WeightKind.SAME and may_keep_bf16(dtype, device)
+        if may_keep and _is_stored_bf16(checkpoint, spec):
             _log.info(
                 "the checkpoint's weights are bfloat16 and stay so, computed with in %s: nothing is lost",
                 dtype,
@@ -180,6 +181,19 @@ def _widens_bfloat16() -> bool:
     return kit is not None and kit.linears.suits(torch.empty((1, 2), dtype=torch.bfloat16))
 
 
+def may_stay_bf16(folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a folder's weights would be kept in bfloat16, in which they are stored, although `dtype` is
+    computed in; yes, too, where its files can't be looked at."""
+    if not may_keep_bf16(dtype, device):
+        return False
+    try:
+        with Checkpoint(folder) as checkpoint:
+            return not spec.tensors().keys() <= checkpoint.names or _is_stored_bf16(checkpoint, spec)
+    except ModelLoadError:
+        # Whoever reads the weights says what is wrong with them.
+        return True
+
+
 def may_keep_bf16(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights that are stored in bfloat16 would stay so although `dtype` is computed in."""
     kit = native_kit()
@@ -188,10 +202,10 @@ def may_keep_bf16(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def _stays_bf16(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_stored_bf16(checkpoint: Checkpoint, spec: DecoderSpec) -> bool:
     """Gains and biases, which a file may hold in another type, are few."""
     matrices = [name for name, shape in spec.tensors().items() if len(shape) > 1]
-    return may_keep_bf16(dtype, device) and all(checkpoint.dtype(name) == "BF16" for name in matrices)
+    return all(checkpoint.dtype(name) == "BF16" for name in matrices)
 
 
 def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:

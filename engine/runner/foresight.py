@@ -13,17 +13,18 @@ from headrace.engine.attention.select import check_backend
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import KVShape, available_memory, gib, plan_layout
+from headrace.engine.models.layers import is_packed
 from headrace.engine.models.loader import (
     DTYPES,
     check_dtype,
     choose_max_len,
     choose_weight_kind,
-    may_keep_bf16,
+    may_stay_bf16,
     read_spec,
 )
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import rotary_bytes
-from headrace.engine.models.spec import DecoderSpec
+from headrace.engine.models.spec import EMBEDDING, DecoderSpec
 from headrace.engine.native.quantised import WeightKind
 from headrace.engine.runner.device import find_device
 from headrace.engine.runner.placement import attention_task
@@ -70,7 +71,8 @@ def check_room(config: EngineConfig, device: torch.device, dtype: torch.dtype, a
     check_backend(config.model.attention_backend, attention_task(config, device, spec, dtype))
     wanted_len = config.model.max_model_len
     max_len = spec.default_len if wanted_len is None else choose_max_len(wanted_len, spec)
-    model = _Planned(spec, dtype, _least_bytes(config.model.weight_dtype, dtype, device), max_len)
+    kind = _weight_kind(config.model.path, spec, config.model.weight_dtype, dtype, device)
+    model = _Planned(spec, dtype, kind, max_len, device)
     draft_path = config.speculation.draft_model
     draft = None if draft_path is None else _draft(config, draft_path, device, dtype)
     problem = _lack_of_memory(config, device, available_bytes, model, draft)
@@ -93,14 +95,20 @@ class _Planned:
 
     spec: DecoderSpec
     dtype: torch.dtype
-    bytes_each: float
+    kind: WeightKind
     max_len: int
+    device: torch.device
+    has_reduced_head: bool = False
 
     @property
     def weight_bytes(self) -> int:
         """At least."""
-        num_weights = sum(math.prod(shape) for shape in self.spec.tensors().values())
-        return int(num_weights * self.bytes_each)
+        shapes = self.spec.tensors()
+        num_weights = sum(math.prod(shape) for shape in shapes.values())
+        if self.spec.tied_head and not self.has_reduced_head:
+            # The embedding is looked up row by row, so a packed head is a second one.
+            num_weights += math.prod(shapes[EMBEDDING]) * is_packed(self.dtype, self.device, self.kind)
+        return int(num_weights * _LEAST_BYTES.get(self.kind, self.dtype.itemsize))
 
     @property
     def rotary_bytes(self) -> int:
@@ -116,19 +124,22 @@ class _Planned:
 def _draft(config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype) -> _Planned:
     _, spec = read_spec(path)
     check_backend(config.model.attention_backend, attention_task(config, device, spec, dtype))
-    if (path / REDUCED_HEAD_FILE).is_file():
+    has_reduced_head = (path / REDUCED_HEAD_FILE).is_file()
+    if has_reduced_head:
         # A head of its own that lies in the folder, too, is not read.
         spec = replace(spec, tied_head=True)
-    least = _least_bytes(config.speculation.draft_weight_dtype, dtype, device)
-    return _Planned(spec, dtype, least, spec.default_len)
+    kind = _weight_kind(path, spec, config.speculation.draft_weight_dtype, dtype, device)
+    return _Planned(spec, dtype, kind, spec.default_len, device, has_reduced_head)
 
 
-def _least_bytes(weight_dtype: str, dtype: torch.dtype, device: torch.device) -> float:
-    """What a weight takes; one that is stored in bfloat16 may stay so."""
+def _weight_kind(
+    folder: Path, spec: DecoderSpec, weight_dtype: str, dtype: torch.dtype, device: torch.device
+) -> WeightKind:
+    """How weights are going to be kept."""
     kind = choose_weight_kind(weight_dtype, device)
-    if kind is WeightKind.SAME and may_keep_bf16(dtype, device):
+    if kind is WeightKind.SAME and may_stay_bf16(folder, spec, dtype, device):
         kind = WeightKind.KEPT_BF16
-    return _LEAST_BYTES.get(kind, dtype.itemsize)
+    return kind
 
 
 def _lack_of_memory(

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _WARMING_UP = "warming up"
 _CPU_WARM_UP_TOKENS = 64
+_BESIDE_BYTES = 96 * 2**20
+"""What a tokenizer and its library take, and the first step, before any of it is there."""
 _LESS_MEMORY = "take a smaller model or type (--dtype bfloat16), or stop other processes on this GPU"
 
 
@@ -38,7 +40,8 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedMo
     # First, so that no fault of the folder or its config.json is blamed on the tokenizer.
     read_spec(config.model.path)
     config = _with_dtype(config, device)
-    check_room(config, device, DTYPES[config.model.dtype], available_memory(device))
+    beside = _BESIDE_BYTES if device.type == "cpu" else 0
+    check_room(config, device, DTYPES[config.model.dtype], max(0, available_memory(device) - beside))
     # Half of it is the library's import: the weights are read meanwhile.
     with ThreadPoolExecutor(1, thread_name_prefix="headrace-tokenizer") as pool:
         reading = pool.submit(load_tokenizer, config.model.path)

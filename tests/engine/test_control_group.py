@@ -32,6 +32,12 @@ def below(folder: str, files: dict[str, str]) -> dict[str, str]:
     [
         (memory("1000", 300), "0::/\n", 700),
         (memory("1000", 900) | {"memory.stat": "anon 500\ninactive_file 300\n"}, "", 400),
+        (
+            memory("1000", 900) | {"memory.stat": "inactive_file 300\nactive_file 200\nfile_mapped 150\n"},
+            "",
+            450,
+        ),
+        (memory("1000", 900) | {"memory.stat": "active_file 20\nfile_mapped 150\n"}, "", 100),
         (memory("max", 300), "", None),
         (memory("100", 300), "", 0),
         (memory("max", 300) | {"memory.high": "500\n"}, "", 200),
@@ -57,7 +63,8 @@ def below(folder: str, files: dict[str, str]) -> dict[str, str]:
                 "memory/memory.usage_in_bytes": "1\n",
                 "memory/slice/memory.limit_in_bytes": "1000\n",
                 "memory/slice/memory.usage_in_bytes": "500\n",
-                "memory/slice/memory.stat": "inactive_file 7\ntotal_inactive_file 100\n",
+                "memory/slice/memory.stat": "inactive_file 7\ntotal_inactive_file 60\ntotal_active_file 50\n"
+                "total_mapped_file 10\n",
             },
             "7:cpu,cpuacct:/elsewhere\n5:memory:/slice\n0::/\n",
             600,
@@ -67,6 +74,8 @@ def below(folder: str, files: dict[str, str]) -> dict[str, str]:
     ids=[
         "limit",
         "files that can go",
+        "files that were read twice can go, too",
+        "mapped files can't",
         "no limit",
         "over the limit",
         "throttled",

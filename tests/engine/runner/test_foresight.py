@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,15 @@ from headrace.engine.config import (
     SpeculationConfig,
 )
 from headrace.engine.errors import ConfigError
-from headrace.engine.models.loader import DTYPES, read_spec
+from headrace.engine.models.layers import is_packed
+from headrace.engine.models.loader import DTYPES, may_keep_bf16, read_spec
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import RotaryTable, rotary_bytes
+from headrace.engine.models.spec import EMBEDDING
+from headrace.engine.native.quantised import WeightKind
 from headrace.engine.runner.foresight import check_machine, check_room
 from headrace.engine.runner.loading import load
+from tests.support.model_files import edited_tensors
 from tests.support.tiny_models import write_tiny_llama
 
 CPU = torch.device("cpu")
@@ -105,6 +110,34 @@ def test_it_is_refused_before_weights_are_looked_for(
 def test_weights_that_find_no_room_are_told_of(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the weights take .* are free.*--weight-dtype"):
         check_room(make_config(folder), CPU, torch.float32, 1000)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_count_as_much_as_they_are_going_to_take(tmp_path: Path, stored: torch.dtype) -> None:
+    if not may_keep_bf16(torch.float32, CPU):
+        pytest.skip("the kernels are not built, or multiply bfloat16 themselves: all weights take four bytes")
+    folder = write_tiny_llama(tmp_path, hidden_size=256)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        tensors.update({name: tensor.to(stored) for name, tensor in tensors.items()})
+    num_weights = sum(math.prod(shape) for shape in read_spec(folder)[1].tensors().values())
+    config = make_config(folder, CacheConfig(block_size=4, num_blocks=8))
+    # Enough for three bytes of each.
+    if stored is torch.bfloat16:
+        check_room(config, CPU, torch.float32, 3 * num_weights)
+        return
+    with pytest.raises(ConfigError, match="the weights take"):
+        check_room(config, CPU, torch.float32, 3 * num_weights)
+
+
+def test_an_embedding_that_is_the_head_too_counts_twice_where_heads_are_packed(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path, vocab_size=50_000, tie_word_embeddings=True)
+    shapes = read_spec(folder)[1].tensors()
+    num_bytes = 4 * sum(math.prod(shape) for shape in shapes.values())
+    config = make_config(folder, CacheConfig(block_size=4, num_blocks=8))
+    head_bytes = 4 * math.prod(shapes[EMBEDDING]) * is_packed(torch.float32, CPU, WeightKind.SAME)
+    with pytest.raises(ConfigError):
+        check_room(config, CPU, torch.float32, num_bytes + head_bytes - 1)
+    check_room(config, CPU, torch.float32, num_bytes + head_bytes + MIB)
 
 
 def test_a_whole_head_that_a_reduced_one_replaces_takes_no_room(
