@@ -24,7 +24,6 @@ from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
-    Gate,
     RawSession,
     generate_ids,
     ids_of,
@@ -35,6 +34,7 @@ from tests.support.service import (
     until,
     violated_fields,
 )
+from tests.support.step_gate import StepGate
 
 
 @pytest.mark.parametrize("num_lost", [0, 1, 5, 12])
@@ -191,7 +191,7 @@ async def test_what_others_have_is_told_in_the_same_words_as_what_nobody_has(tmp
 
 
 async def test_a_request_that_nobody_has_heard_of_is_not_kept() -> None:
-    gate = Gate()
+    gate = StepGate()
     config = make_config(max_num_seqs=1, max_num_waiting=1)
     async with running_service(make_fake_model(before_step=gate), config) as service:
         session = RawSession(service.generation)

@@ -7,7 +7,6 @@ from headrace.v1.generation_pb2 import ChatMessage, ChatPrompt, StartGeneration,
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
-    Gate,
     RunningService,
     generate,
     generate_ids,
@@ -15,10 +14,11 @@ from tests.support.service import (
     running_service,
     until,
 )
+from tests.support.step_gate import StepGate
 
 
 async def test_a_request_of_higher_priority_is_served_before_those_that_wait() -> None:
-    gate = Gate()
+    gate = StepGate()
     model, config = make_fake_model(before_step=gate), make_config(max_num_seqs=1, priority_ageing_s=1e6)
     ended: list[str] = []
 

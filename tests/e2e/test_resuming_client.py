@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from headrace.clients import (
@@ -17,39 +15,19 @@ from headrace.clients import (
     Unavailable,
 )
 from headrace.engine import LoadedModel
-from headrace.engine.scheduling.plan import StepPlan
 from headrace.service.limits import Limits
 from tests.support.breakable_link import breakable_link
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
-from tests.support.service import LONG_HOLD_S, running_service, until
+from tests.support.service import running_service, until
+from tests.support.step_gate import StepGate
 
 QUICK = RetryPolicy(max_attempts=8, initial_backoff_s=0.01, max_backoff_s=0.05)
 PROMPTS = [(97 + i, 98, 99) for i in range(4)]
 
 
-class Paces:
-    """A step hook that lets so many steps run as a test allows."""
-
-    def __init__(self) -> None:
-        self._allowed = threading.Semaphore(0)
-        self._is_open = False
-
-    def __call__(self, plan: StepPlan) -> None:
-        if not self._is_open and not self._allowed.acquire(timeout=LONG_HOLD_S):
-            raise TimeoutError("the test never allowed another step")
-
-    def allow(self, number: int) -> None:
-        self._allowed.release(number)
-
-    def open(self) -> None:
-        """Let all steps run from now on."""
-        self._is_open = True
-        self._allowed.release()
-
-
-def paced_model(paces: Paces) -> LoadedModel:
-    return make_fake_model(max_model_len=1024, num_blocks=1024, before_step=paces)
+def paced_model(gate: StepGate) -> LoadedModel:
+    return make_fake_model(max_model_len=1024, num_blocks=1024, before_step=gate)
 
 
 class Reading:
@@ -78,9 +56,9 @@ class Reading:
 
 
 async def test_requests_go_on_over_a_link_that_breaks_again_and_again() -> None:
-    paces = Paces()
+    gate = StepGate()
     async with (
-        running_service(paced_model(paces), make_config(max_num_seqs=4)) as service,
+        running_service(paced_model(gate), make_config(max_num_seqs=4)) as service,
         breakable_link(service.address) as link,
         InferenceClient(link.address, retry=QUICK) as client,
         client.session(resumes=True) as session,
@@ -90,12 +68,12 @@ async def test_requests_go_on_over_a_link_that_breaks_again_and_again() -> None:
             for prompt in PROMPTS
         ]
         for number in range(1, 6):
-            paces.allow(10)
+            gate.let(10)
             # Some have been read as far as they are made, and some lag.
             for reading in readings[: number % 4 + 1]:
                 await reading.until(6 * number)
             link.cut()
-        paces.open()
+        gate.open()
         for reading in readings:
             await reading.to_the_end()
         late = await session.generate(PROMPTS[0], max_tokens=5, temperature=0).answer()
@@ -106,20 +84,20 @@ async def test_requests_go_on_over_a_link_that_breaks_again_and_again() -> None:
 
 
 async def test_what_was_cancelled_while_the_link_was_broken_is_cancelled() -> None:
-    paces = Paces()
+    gate = StepGate()
     async with (
-        running_service(paced_model(paces)) as service,
+        running_service(paced_model(gate)) as service,
         breakable_link(service.address) as link,
         InferenceClient(link.address, retry=QUICK) as client,
         client.session(resumes=True) as session,
     ):
         generation = session.generate(PROMPTS[0], max_tokens=1000, temperature=0)
         reading = Reading(generation)
-        paces.allow(5)
+        gate.let(5)
         await reading.until(2)
         link.cut()
         generation.cancel()
-        paces.open()
+        gate.open()
         await reading.to_the_end()
         await service.engine.wait_idle()
     assert getattr(reading.last, "reason", None) is FinishReason.CANCELLED
@@ -127,9 +105,9 @@ async def test_what_was_cancelled_while_the_link_was_broken_is_cancelled() -> No
 
 
 async def test_a_restarted_server_gets_what_nothing_was_seen_of_and_loses_the_rest() -> None:
-    paces, gate = Paces(), Paces()
-    async with running_service(paced_model(gate), make_config(max_num_seqs=1)) as second:
-        first_service = running_service(paced_model(paces), make_config(max_num_seqs=1))
+    gate, second_gate = StepGate(), StepGate()
+    async with running_service(paced_model(second_gate), make_config(max_num_seqs=1)) as second:
+        first_service = running_service(paced_model(gate), make_config(max_num_seqs=1))
         async with first_service as first, breakable_link(first.address) as link:
             async with (
                 InferenceClient(link.address, retry=QUICK) as client,
@@ -137,26 +115,26 @@ async def test_a_restarted_server_gets_what_nothing_was_seen_of_and_loses_the_re
             ):
                 begun = Reading(session.generate(PROMPTS[0], max_tokens=50, temperature=0))
                 unseen = Reading(session.generate(PROMPTS[1], max_tokens=50, temperature=0))
-                paces.allow(5)
+                gate.let(5)
                 await begun.until(2)
                 link.target = second.address
                 link.cut()
                 with pytest.raises(NotFound, match="restarted"):
                     await begun.to_the_end()
-                gate.open()
+                second_gate.open()
                 await unseen.to_the_end()
-            paces.open()
+            gate.open()
     assert begun.ids == expected_output(PROMPTS[0], len(begun.ids))
     assert unseen.ids == expected_output(PROMPTS[1], 50)
 
 
 async def test_to_leave_by_an_exception_leaves_nothing_running_behind() -> None:
-    paces = Paces()
+    gate = StepGate()
     async with (
-        running_service(paced_model(paces)) as service,
+        running_service(paced_model(gate)) as service,
         InferenceClient(service.address, retry=QUICK) as client,
     ):
-        paces.open()
+        gate.open()
 
         async def leave_early() -> None:
             async with client.session(resumes=True) as session:
@@ -171,14 +149,14 @@ async def test_to_leave_by_an_exception_leaves_nothing_running_behind() -> None:
 
 
 async def test_a_server_that_stays_away_is_given_up_as_the_policy_says() -> None:
-    paces = Paces()
-    async with running_service(paced_model(paces)) as service, breakable_link(service.address) as link:
+    gate = StepGate()
+    async with running_service(paced_model(gate)) as service, breakable_link(service.address) as link:
         async with (
             InferenceClient(link.address, retry=QUICK) as client,
             client.session(resumes=True) as session,
         ):
             reading = Reading(session.generate(PROMPTS[0], max_tokens=50, temperature=0))
-            paces.allow(4)
+            gate.let(4)
             await reading.until(1)
             link.target = "127.0.0.1:1"
             link.cut()
@@ -186,7 +164,7 @@ async def test_a_server_that_stays_away_is_given_up_as_the_policy_says() -> None
                 await reading.to_the_end()
             with pytest.raises(Unavailable):
                 session.generate(PROMPTS[0])
-        paces.open()
+        gate.open()
         # On the server it waits for its grace to pass, and is cancelled here instead.
         await until(lambda: service.serving.resumables.num_detached == 1)
         service.serving.close()
@@ -194,21 +172,21 @@ async def test_a_server_that_stays_away_is_given_up_as_the_policy_says() -> None
 
 
 async def test_only_what_may_be_resumed_is() -> None:
-    paces = Paces()
+    gate = StepGate()
     async with (
-        running_service(paced_model(paces), limits=Limits(detach_grace_s=30.0)) as service,
+        running_service(paced_model(gate), limits=Limits(detach_grace_s=30.0)) as service,
         breakable_link(service.address) as link,
         InferenceClient(link.address, retry=QUICK) as client,
         client.session(resumes=True) as session,
     ):
         kept = Reading(session.generate(PROMPTS[0], max_tokens=40, temperature=0))
         lost = Reading(session.generate(PROMPTS[1], max_tokens=40, temperature=0, detach=False))
-        paces.allow(5)
+        gate.let(5)
         await kept.until(2)
         await lost.until(2)
         link.cut()
         with pytest.raises(Unavailable):
             await lost.to_the_end()
-        paces.open()
+        gate.open()
         await kept.to_the_end()
     assert kept.ids == expected_output(PROMPTS[0], 40)

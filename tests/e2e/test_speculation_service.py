@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from headrace.v1.generation_pb2 import (
 from tests.support.blocking import Blocking
 from tests.support.requests import make_request
 from tests.support.service import (
-    LONG_HOLD_S,
     RawSession,
     RunningService,
     generate,
@@ -44,10 +42,10 @@ from tests.support.service import (
     make_start,
     running_service,
     status_of,
-    until,
     violated_fields,
 )
 from tests.support.speculation import CoreLoop
+from tests.support.step_gate import StepGate
 from tests.support.tiny_models import write_tiny_llama
 
 PROMPT = tuple(range(20, 33))
@@ -59,21 +57,18 @@ class WatchedRunner(Blocking):
     """A runner that others use, too: it keeps the plans, and holds the steps that it is told to.
 
     Args:
-        is_held: whether a step has to wait until `opened` is set.
+        is_held: whether a step has to wait at the gate.
     """
 
     runner: Runner
     is_held: Callable[[StepPlan], bool] = lambda plan: False
-    opened: threading.Event = field(default_factory=threading.Event)
-    held: threading.Event = field(default_factory=threading.Event)
+    gate: StepGate = field(default_factory=StepGate)
     plans: list[StepPlan] = field(default_factory=list)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         if self.is_held(plan):
-            self.held.set()
-            if not self.opened.wait(LONG_HOLD_S):
-                raise TimeoutError("the test never opened its gate")
+            self.gate(plan)
         return self.runner.execute(plan)
 
     def close(self) -> None:
@@ -197,12 +192,12 @@ async def test_a_cancel_while_drafts_are_being_judged_leaves_nothing_behind(
     async with running_service(replace(model, runner=runner), config) as service:
         session = RawSession(service.generation)
         await session.start(start(max_tokens=200, label="doomed"))
-        await until(runner.held.is_set)
+        await runner.gate.wait_held()
         await session.cancel("doomed")
         # Messages are taken in their order: once this one is refused the other is cancelled.
         await session.start(make_start("refused", sampling=SamplingOptions(top_p=9.0)))
         await session.until_end_of("refused")
-        runner.opened.set()
+        runner.gate.open()
         await session.until_end_of("doomed")
         await service.engine.wait_idle()
 
@@ -229,7 +224,7 @@ async def test_a_deadline_while_drafts_are_being_judged_leaves_nothing_behind(
             async for _ in call:
                 pass
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        runner.opened.set()
+        runner.gate.open()
         await service.engine.wait_idle()
 
         load = service.engine.load()

@@ -22,9 +22,10 @@ from headrace.engine import (
     SchedulerConfig,
     TokenEvent,
 )
-from tests.support.engines import Gate, assert_serves, collect, running_engine
+from tests.support.engines import assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
+from tests.support.step_gate import StepGate
 
 
 async def test_many_requests_each_get_their_own_output():
@@ -143,45 +144,45 @@ async def test_a_live_id_can_not_be_taken_twice_and_the_first_goes_on():
 
 
 async def test_a_full_queue_refuses_with_a_time_to_come_back():
-    gate = Gate()
+    gate = StepGate()
     async with running_engine(
         before_step=gate, config=make_config(max_num_seqs=1, max_num_waiting=2)
     ) as engine:
         streams = [engine.submit(make_request(max_tokens=1))]
-        await gate.wait_entered()
+        await gate.wait_held()
         streams += [engine.submit(make_request(max_tokens=1)) for _ in range(2)]
         with pytest.raises(Overloaded, match="2 sequences are waiting") as caught:
             engine.submit(make_request())
         assert caught.value.retry_after_s > 0
-        gate.opened.set()
+        gate.open()
         for stream in streams:
             assert (await collect(stream))[2].reason is FinishReason.LENGTH
 
 
 async def test_an_idle_engine_refuses_nobody_for_being_late_and_so_it_learns():
-    gate = Gate()
+    gate = StepGate()
     # Not to be kept by any machine.
     latency = LatencyConfig(LatencyTargets(ttft_s=1e-4), refuses_late=True)
     async with running_engine(before_step=gate, config=replace(make_config(), latency=latency)) as engine:
         stream = engine.submit(make_request(max_tokens=2))
-        await gate.wait_entered()
+        await gate.wait_held()
         with pytest.raises(Overloaded, match=r"0\.0001 s are promised"):
             engine.submit(make_request())
-        gate.opened.set()
+        gate.open()
         assert (await collect(stream))[2].reason is FinishReason.LENGTH
         await assert_serves(engine)
 
 
 async def test_a_cancel_in_the_middle_of_a_step_waits_for_its_end():
-    gate = Gate()
+    gate = StepGate()
     async with running_engine(before_step=gate) as engine:
         neighbour = make_request(max_tokens=9)
         cancelled, kept = engine.submit(make_request(max_tokens=50)), engine.submit(neighbour)
-        await gate.wait_entered()
+        await gate.wait_held()
         engine.abort(cancelled.request_id)
         engine.abort(cancelled.request_id)
         assert engine.load().blocks.live > 0, "blocks were freed under a step that may still write to them"
-        gate.opened.set()
+        gate.open()
         token_ids, _, last = await collect(cancelled)
         assert last.reason is FinishReason.CANCELLED
         assert len(token_ids) <= 1
@@ -235,12 +236,12 @@ async def test_a_time_limit_ends_a_request_normally_and_a_deadline_does_not():
 
 
 async def test_leaving_the_engine_gives_every_open_request_an_end():
-    gate = Gate()
+    gate = StepGate()
     engine = AsyncEngine(make_fake_model(before_step=gate), make_config(max_num_seqs=2))
     async with engine:
         streams = [engine.submit(make_request(max_tokens=50)) for _ in range(6)]
-        await gate.wait_entered()
-        gate.opened.set()
+        await gate.wait_held()
+        gate.open()
     for stream in streams:
         last = (await collect(stream))[2]
         assert isinstance(last, FailureEvent)
@@ -262,12 +263,12 @@ async def test_draining_finishes_what_there_is_and_refuses_the_rest():
 
 
 async def test_a_drain_past_its_grace_ends_the_rest_with_a_reason():
-    gate = Gate()
+    gate = StepGate()
     async with running_engine(before_step=gate) as engine:
         stream = engine.submit(make_request(max_tokens=50))
-        await gate.wait_entered()
+        await gate.wait_held()
         assert await engine.drain(grace_s=0.01) == 1
-        gate.opened.set()
+        gate.open()
         last = (await collect(stream))[2]
         assert isinstance(last, FailureEvent)
         assert isinstance(last.error, Draining)
@@ -338,13 +339,13 @@ async def test_a_watcher_that_lags_is_told_how_much_it_missed():
 
 
 async def test_the_heartbeat_stands_still_only_while_a_step_hangs():
-    gate = Gate()
+    gate = StepGate()
     async with running_engine(before_step=gate) as engine:
         assert engine.seconds_since_progress() == 0.0
         stream = engine.submit(make_request(max_tokens=2))
-        await gate.wait_entered()
+        await gate.wait_held()
         assert engine.seconds_since_progress() > 0.0
-        gate.opened.set()
+        gate.open()
         await collect(stream)
         await engine.wait_idle()
         assert engine.seconds_since_progress() == 0.0

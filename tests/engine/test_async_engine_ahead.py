@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,41 +29,20 @@ from tests.support.engines import assert_serves, collect
 from tests.support.fake_runner import FakeRunner, expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
 from tests.support.staged_runner import FETCH, LAUNCH, StagedRunner
+from tests.support.step_gate import StepGate
 
 
-class Locks:
+def at_fetch(gate: StepGate) -> Callable[[str, StepPlan], None]:
     """Holds each fetch of a step until it is let through."""
-
-    def __init__(self) -> None:
-        self._passes = threading.Semaphore(0)
-        self._arrived = threading.Semaphore(0)
-        self.is_open = True
-
-    def __call__(self, stage: str, plan: StepPlan) -> None:
-        if stage == FETCH and not self.is_open:
-            self._arrived.release()
-            assert self._passes.acquire(timeout=60)
-
-    async def wait_held(self) -> None:
-        """Until a step is held."""
-        assert await asyncio.to_thread(self._arrived.acquire, timeout=60)
-
-    def pass_one(self) -> None:
-        """Let the step through that is held."""
-        self._passes.release()
-
-    def open(self) -> None:
-        """Hold no more, and let through what is held."""
-        self.is_open = True
-        self._passes.release()
+    return lambda stage, plan: gate(plan) if stage == FETCH else None
 
 
 @asynccontextmanager
 async def running(
-    scheduling: AsyncScheduling = AsyncScheduling.ON, locks: Locks | None = None, **options: Any
+    scheduling: AsyncScheduling = AsyncScheduling.ON, gate: StepGate | None = None, **options: Any
 ) -> AsyncIterator[tuple[AsyncEngine, StagedRunner]]:
     model = make_fake_model(block_size=1)
-    runner = StagedRunner(model.runner, locks or (lambda stage, plan: None))
+    runner = StagedRunner(model.runner, at_fetch(gate or StepGate(is_open=True)))
     config = make_config(async_scheduling=scheduling, **options)
     try:
         async with AsyncEngine(replace(model, runner=runner), config) as engine:
@@ -73,8 +51,8 @@ async def running(
             load = engine.load()
             assert (load.num_running, load.num_waiting, load.blocks.live) == (0, 0, 0)
     finally:
-        if locks is not None:
-            locks.open()
+        if gate is not None:
+            gate.open()
 
 
 async def test_each_step_is_launched_before_the_last_one_is_fetched() -> None:
@@ -105,51 +83,48 @@ async def test_left_to_itself_it_is_on_where_a_device_computes(*, computes_apart
 
 
 async def test_a_cancelled_request_ends_when_the_first_of_two_steps_has_returned() -> None:
-    locks = Locks()
-    async with running(locks=locks) as (engine, _):
-        locks.is_open = False
+    gate = StepGate()
+    async with running(gate=gate) as (engine, _):
         other = make_request(max_tokens=6)
         request = make_request(max_tokens=50)
         streams = engine.submit(request), engine.submit(other)
-        await locks.wait_held()
+        await gate.wait_held()
         assert engine.load().totals.num_steps == 0
         engine.abort(request.request_id)
-        locks.pass_one()
+        gate.let(1)
         token_ids, _, last = await collect(streams[0])
         assert isinstance(last, FinishEvent)
         assert last.reason is FinishReason.CANCELLED
         assert token_ids == expected_output(request.prompt_token_ids, 1)
         # The second step is still under way: what it writes to is nobody's yet.
-        await locks.wait_held()
+        await gate.wait_held()
         assert engine.load().blocks.live > len(other.prompt_token_ids) + 3
-        locks.open()
+        gate.open()
         assert (await collect(streams[1]))[0] == expected_output(other.prompt_token_ids, 6)
 
 
 async def test_a_deadline_that_passes_while_two_steps_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    locks, passed_s = Locks(), 0.0
+    gate, passed_s = StepGate(), 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
     monkeypatch.setattr(async_engine, "time", clock)
-    async with running(locks=locks) as (engine, _):
-        locks.is_open = False
+    async with running(gate=gate) as (engine, _):
         stream = engine.submit(make_request(max_tokens=50, deadline_s=time.monotonic() + 1000.0))
-        await locks.wait_held()
+        await gate.wait_held()
         passed_s = 1001.0
-        locks.pass_one()
+        gate.let(1)
         _, _, last = await collect(stream)
         assert isinstance(last, FailureEvent)
         assert isinstance(last.error, DeadlineExceeded)
-        locks.open()
+        gate.open()
 
 
 async def test_a_drain_past_its_grace_while_two_steps_are_under_way() -> None:
-    locks = Locks()
-    async with running(locks=locks) as (engine, _):
-        locks.is_open = False
+    gate = StepGate()
+    async with running(gate=gate) as (engine, _):
         streams = [engine.submit(make_request(max_tokens=50)) for _ in range(3)]
-        await locks.wait_held()
+        await gate.wait_held()
         assert await engine.drain(0.0) == 3
-        locks.open()
+        gate.open()
         for stream in streams:
             last = (await collect(stream))[2]
             assert isinstance(last, FailureEvent)
@@ -167,22 +142,21 @@ async def test_a_drain_lets_all_that_is_under_way_come_in() -> None:
 
 
 async def test_leaving_the_engine_brings_in_what_is_under_way_and_ends_the_rest() -> None:
-    locks = Locks()
+    gate = StepGate()
     model = make_fake_model()
-    runner = StagedRunner(model.runner, locks)
+    runner = StagedRunner(model.runner, at_fetch(gate))
     engine = AsyncEngine(replace(model, runner=runner), make_config(async_scheduling=AsyncScheduling.ON))
     try:
         await engine.__aenter__()
-        locks.is_open = False
         request = make_request(max_tokens=50)
         stream = engine.submit(request)
-        await locks.wait_held()
+        await gate.wait_held()
         leaving = asyncio.create_task(engine.__aexit__(None, None, None))
         await asyncio.sleep(0)
-        locks.open()
+        gate.open()
         await leaving
     finally:
-        locks.open()
+        gate.open()
     token_ids, _, last = await collect(stream)
     assert token_ids == expected_output(request.prompt_token_ids, 2)
     assert isinstance(last, FailureEvent)
@@ -208,13 +182,12 @@ async def test_a_reader_that_lags_is_paused_and_gets_every_token_once() -> None:
 
 
 async def test_a_request_that_comes_while_two_steps_are_under_way_joins_the_one_behind_them() -> None:
-    locks = Locks()
-    async with running(locks=locks) as (engine, runner):
-        locks.is_open = False
+    gate = StepGate()
+    async with running(gate=gate) as (engine, runner):
         first = engine.submit(make_request(max_tokens=9))
-        await locks.wait_held()
+        await gate.wait_held()
         second = engine.submit(make_request(max_tokens=3))
-        locks.open()
+        gate.open()
         await collect(first)
         await collect(second)
     assert isinstance(runner.runner, FakeRunner)

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from headrace.engine import EngineDead, FailureEvent, RequestFailed
-from tests.support.engines import Gate, assert_serves, collect, running_engine
+from tests.support.engines import assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output
 from tests.support.requests import make_config, make_request
+from tests.support.step_gate import StepGate
 
 
 async def test_a_row_that_fails_ends_alone():
@@ -32,7 +33,7 @@ async def test_a_row_that_fails_ends_alone():
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, MemoryError])
 async def test_when_the_loop_dies_everybody_is_told(fault):
-    gate = Gate()
+    gate = StepGate()
 
     def die(plan):
         gate(plan)
@@ -41,8 +42,8 @@ async def test_when_the_loop_dies_everybody_is_told(fault):
     async with running_engine(before_step=die, config=make_config(max_num_seqs=2)) as engine:
         watch = engine.watch_steps()
         streams = [engine.submit(make_request(prompt_len=1, max_tokens=5)) for _ in range(20)]
-        await gate.wait_entered()
-        gate.opened.set()
+        await gate.wait_held()
+        gate.open()
         for stream in streams:
             last = (await collect(stream))[2]
             assert isinstance(last, FailureEvent)

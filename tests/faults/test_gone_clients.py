@@ -18,9 +18,7 @@ from tests.support.breakable_link import breakable_link
 from tests.support.fake_runner import FakeTokenizer, expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
-    LONG_HOLD_S,
     PROMPT,
-    Gate,
     RawSession,
     RunningService,
     generate_ids,
@@ -29,6 +27,7 @@ from tests.support.service import (
     running_service,
     until,
 )
+from tests.support.step_gate import LONG_HOLD_S, StepGate
 
 ENDINGS = {"cut": grpc.StatusCode.UNAVAILABLE, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED}
 NEVER_REACHED = 15_000
@@ -46,7 +45,7 @@ def call_of(stub: GenerationServiceStub, kind: str, start: StartGeneration, time
     return stub.Session(iter([SessionRequest(start=start)]), timeout=timeout_s)
 
 
-async def until_begun(service: RunningService, gate: Gate, moment: str) -> None:
+async def until_begun(service: RunningService, gate: StepGate, moment: str) -> None:
     """Wait until the request that goes is where it is to be met."""
     load = service.engine.load
     match moment:
@@ -65,7 +64,7 @@ async def until_begun(service: RunningService, gate: Gate, moment: str) -> None:
 @pytest.mark.parametrize("way", ["cancel", "close", "cut", "freeze", "deadline"])
 @pytest.mark.parametrize("kind", ["Generate", "GenerateOnce", "Session"])
 async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, moment: str) -> None:
-    gate = Gate()
+    gate = StepGate()
     model = make_fake_model(before_step=gate, num_blocks=4096, max_model_len=16_000)
     config = make_config(max_num_seqs=1 if moment == "queued" else 4)
     limits = Limits(keepalive_s=0.2, keepalive_timeout_s=0.2) if way == "freeze" else Limits()
@@ -76,7 +75,7 @@ async def test_a_client_that_goes_gives_back_all_it_had(kind: str, way: str, mom
         else:
             gate.open()
             assert await neighbour == expected_output(PROMPT, 30)
-            gate.opened.clear()
+            gate.shut()
             gate.num_steps = 0
         prompt = PROMPT if moment == "decode" else LONG_PROMPT
         start = make_start(prompt=prompt, max_tokens=NEVER_REACHED)

@@ -6,7 +6,6 @@ The clock is the engine's steps.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,15 +14,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from headrace.engine.scheduling.plan import StepPlan
 from headrace.v1.generation_pb2 import GenerateRequest, StartGeneration
 from tests.support.aftermath import until_idle
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
-    LONG_HOLD_S,
     PROMPT,
-    Gate,
     RunningService,
     detail,
     generate_ids,
@@ -33,6 +29,7 @@ from tests.support.service import (
     status_of,
     until,
 )
+from tests.support.step_gate import StepGate
 
 NUM_SLOTS, MOST_WAITING, NUM_TOKENS = 4, 12, 8
 CAPACITY = NUM_SLOTS + MOST_WAITING
@@ -77,26 +74,11 @@ class Crowd:
         return self.right + self.refusals.total() + load.num_running + load.num_waiting == num_calls
 
 
-class StepByStep:
-    """A step hook that lets as many steps run as it is told to."""
-
-    def __init__(self) -> None:
-        self._permits = threading.Semaphore(0)
-
-    def __call__(self, plan: StepPlan) -> None:
-        if not self._permits.acquire(timeout=LONG_HOLD_S):
-            raise TimeoutError("the test never let the step run")
-
-    def let(self, num_steps: int) -> None:
-        """Let so many more run."""
-        self._permits.release(num_steps)
-
-
 REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", True)
 
 
 async def test_of_ten_times_too_many_at_once_as_many_are_served_as_there_are_places() -> None:
-    gate = Gate()
+    gate = StepGate()
     config = make_config(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=64, max_num_waiting=MOST_WAITING)
     async with running_service(make_fake_model(before_step=gate, num_blocks=512), config) as service:
         crowd = Crowd(service)
@@ -117,7 +99,7 @@ async def test_of_ten_times_too_many_at_once_as_many_are_served_as_there_are_pla
 
 
 async def test_however_long_too_many_come_no_more_wait_and_whoever_is_let_in_is_served() -> None:
-    steps = StepByStep()
+    steps = StepGate()
     config = make_config(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=64, max_num_waiting=MOST_WAITING)
     async with running_service(make_fake_model(before_step=steps, num_blocks=512), config) as service:
         crowd, calls, longest = Crowd(service), list[asyncio.Task[None]](), 0
@@ -137,7 +119,7 @@ async def test_however_long_too_many_come_no_more_wait_and_whoever_is_let_in_is_
 
 
 async def test_few_huge_requests_fill_the_queue_as_many_small_ones_do() -> None:
-    gate = Gate()
+    gate = StepGate()
     config = make_config(max_num_seqs=1, max_waiting_tokens=1000)
     model = make_fake_model(before_step=gate, max_model_len=1000, num_blocks=1024)
     async with running_service(model, config) as service:
@@ -157,7 +139,7 @@ async def test_few_huge_requests_fill_the_queue_as_many_small_ones_do() -> None:
 
 
 async def test_who_is_out_of_time_in_the_queue_is_never_computed() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=1)) as service:
         running = asyncio.create_task(generate_ids(service, make_start()))
         await until(lambda: service.engine.load().num_running == 1)

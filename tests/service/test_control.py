@@ -23,7 +23,6 @@ from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
-    Gate,
     RawSession,
     RunningService,
     generate,
@@ -36,10 +35,11 @@ from tests.support.service import (
     until,
     violated_fields,
 )
+from tests.support.step_gate import StepGate
 
 
 async def test_the_load_counts_what_runs_and_what_waits() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=2)) as service:
         session = RawSession(service.generation)
         await session.start(*(make_start(f"r{i}") for i in range(3)))
@@ -91,7 +91,7 @@ async def until_not_serving(service: RunningService) -> None:
 
 
 async def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate)) as service:
         running = asyncio.create_task(generate_ids(service, make_start(max_tokens=20)))
         session = RawSession(service.generation)
@@ -114,7 +114,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 
 
 async def test_what_is_unfinished_at_the_end_of_the_grace_is_told_and_counted() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate)) as service:
         running = asyncio.create_task(generate_ids(service, make_start()))
         await until(lambda: service.engine.load().num_running == 1)

@@ -28,13 +28,13 @@ from headrace.v1.model_pb2_grpc import ModelServiceStub
 from tests.support.certificates import Authority
 from tests.support.fake_runner import make_fake_model
 from tests.support.service import (
-    Gate,
     RawSession,
     make_start,
     reason_of,
     running_service,
     status_of,
 )
+from tests.support.step_gate import StepGate
 
 TOKEN = "hr_the-right-token"
 OPERATOR = "hr_the-operators-token"
@@ -199,7 +199,7 @@ async def test_a_revoked_token_starts_nothing_more_and_what_runs_is_finished(tok
     def revoke() -> None:
         tokens.write_text(entry_line("operator", OPERATOR, frozenset({Role.GENERATE})))
 
-    gate = Gate()
+    gate = StepGate()
     async with (
         running_service(make_fake_model(before_step=gate), **entrances(tokens)) as service,
         grpc.aio.insecure_channel(service.address) as channel,

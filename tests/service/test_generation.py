@@ -26,7 +26,6 @@ from tests.support.fake_runner import EOS, FakeTokenizer, expected_output, make_
 from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
-    Gate,
     detail,
     generate,
     generate_ids,
@@ -39,6 +38,7 @@ from tests.support.service import (
     until,
     violated_fields,
 )
+from tests.support.step_gate import StepGate
 
 
 async def test_events_come_in_order_and_add_up() -> None:
@@ -162,7 +162,7 @@ async def test_an_end_id_is_ignored_on_request() -> None:
 
 
 async def test_a_full_queue_refuses_before_the_first_message() -> None:
-    gate = Gate()
+    gate = StepGate()
     model, config = make_fake_model(before_step=gate), make_config(max_num_seqs=1, max_num_waiting=1)
     async with running_service(model, config) as service:
         running = asyncio.create_task(generate_ids(service, make_start("running")))
@@ -191,7 +191,7 @@ async def test_a_cancelled_call_gives_its_blocks_back() -> None:
 
 
 async def test_a_call_cancelled_in_the_queue_never_runs() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=1)) as service:
         running = asyncio.create_task(generate_ids(service, make_start()))
         await until(lambda: service.engine.load().num_running == 1)

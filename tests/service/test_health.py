@@ -10,7 +10,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from headrace.engine import AsyncEngine
 from headrace.service.health import LIVENESS, READINESS
 from tests.support.fake_runner import make_fake_model
-from tests.support.service import Gate, RunningService, generate_ids, make_start, running_service, until
+from tests.support.service import RunningService, generate_ids, make_start, running_service, until
+from tests.support.step_gate import StepGate
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
@@ -73,7 +74,7 @@ async def test_an_unknown_name_is_not_found() -> None:
 
 
 async def test_a_step_that_hangs_shows_and_its_end_shows_too() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate)) as service:
         watching = asyncio.create_task(service.health.watch(service.engine, 0.05, 0.01))
         states = watched(service)
@@ -104,7 +105,7 @@ async def test_an_idle_engine_is_healthy() -> None:
 
 
 async def test_a_stall_does_not_make_a_server_ready_that_leaves() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate)) as service:
         watching = asyncio.create_task(service.health.watch(service.engine, 0.05, 0.01))
         alive = watched(service, LIVENESS)

@@ -28,7 +28,8 @@ from tests.support import http2
 from tests.support.fake_call import FakeCall
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
-from tests.support.service import PROMPT, Gate, ids_of, make_start, until
+from tests.support.service import PROMPT, ids_of, make_start, until
+from tests.support.step_gate import StepGate
 
 
 def send_path(port: int, path: bytes) -> None:
@@ -65,7 +66,7 @@ async def looked_after(listener: Listener) -> AsyncIterator[None]:
 
 
 async def test_a_port_that_fell_is_opened_again_and_running_streams_go_on() -> None:
-    limits, serving, health, gate = Limits(), Serving(), await Health.start(), Gate()
+    limits, serving, health, gate = Limits(), Serving(), await Health.start(), StepGate()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
     listener = Listener(
         lambda door: make_public_server(serving, health, limits, has_reflection=False, door=door),

@@ -17,6 +17,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.runner.protocol import Runner
 from headrace.engine.scheduling.plan import StepPlan, StepResult
 from headrace.service.edge import Edge
+from headrace.service.identity import Caller
 from headrace.service.metrics import Metrics, follow_steps
 from headrace.service.metrics_server import metrics_port
 from headrace.v1.generation_pb2 import GenerateOnceRequest, GenerateRequest
@@ -26,7 +27,6 @@ from tests.support.repository import ROOT
 from tests.support.requests import make_config, speculating
 from tests.support.service import (
     LOOPBACK,
-    Gate,
     RunningService,
     generate,
     generate_ids,
@@ -35,6 +35,7 @@ from tests.support.service import (
     running_service,
     until,
 )
+from tests.support.step_gate import StepGate
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -125,7 +126,7 @@ async def test_counts_are_what_clients_got() -> None:
 
 
 async def test_gauges_are_the_truth_at_once_when_everybody_is_gone() -> None:
-    gate = Gate()
+    gate = StepGate()
     model = make_fake_model(num_blocks=32, before_step=gate)
     async with scraped(model, make_config(max_num_seqs=4)) as scrape:
         calls = [
@@ -253,6 +254,8 @@ def test_the_gap_of_a_preempted_sequence_is_the_whole_of_its_wait() -> None:
         name, labels = "headrace_inter_token_latency_seconds", {"model": "m"}
         return value(f"{name}_count", labels) or 0.0, value(f"{name}_sum", labels) or 0.0
 
+    for name in ("a", "b"):
+        metrics.admitted(name, Caller(), 4)
     metrics.stepped(step(("a", 4, 0, False)), 0.0)
     metrics.stepped(step(("a", 4, 1, False)), 1.0)
     assert gaps() == (0, 0)
@@ -263,6 +266,45 @@ def test_the_gap_of_a_preempted_sequence_is_the_whole_of_its_wait() -> None:
     # Of several tokens that come together the gap counts once.
     metrics.stepped(step(("a", 0, 3, True), ("b", 0, 1, False)), 8.5)
     assert gaps() == (3, 0.5 + 7.0 + 7.0)
+
+
+def test_the_last_gap_counts_whether_the_end_is_told_before_its_step_or_behind_it() -> None:
+    for is_told_first in (True, False):
+        metrics = Metrics()
+        metrics.opened("m")
+        metrics.admitted("a", Caller(), 4)
+        metrics.stepped(step(("a", 4, 1, False)), 1.0)
+        if is_told_first:
+            metrics.request_ended("a", 1.0, None)
+        metrics.stepped(step(("a", 0, 1, True)), 1.5)
+        if not is_told_first:
+            metrics.request_ended("a", 1.0, None)
+        name = "headrace_inter_token_latency_seconds_count"
+        assert metrics.registry.get_sample_value(name, {"model": "m"}) == 1
+        assert metrics.num_followed == 0
+
+
+async def test_nothing_is_remembered_of_requests_that_were_cancelled_in_the_middle_of_a_step() -> None:
+    steps, edge = StepGate(), Edge()
+    value = edge.metrics.registry.get_sample_value
+    async with scraped(make_fake_model(before_step=steps), edge=edge) as scrape:
+
+        async def cancel_in_third_step(number: int) -> None:
+            call = scrape.service.generation.Generate(GenerateRequest(start=make_start(max_tokens=50)))
+            steps.let(2)
+            await until(lambda: steps.num_steps == 3 * number)
+            call.cancel()
+            ended = {"method": "Generate", "code": "CANCELLED"}
+            await until(lambda: value("headrace_rpcs_total", ended) == number)
+            steps.let(1)
+            await scrape.service.engine.wait_idle()
+
+        for number in range(1, 4):
+            await cancel_in_third_step(number)
+        steps.let(8)
+        await generate(scrape.service, make_start(max_tokens=8))
+        await until(lambda: value("headrace_step_seconds_count", {"model": "fake"}) == 3 * 3 + 8)
+        assert edge.metrics.num_followed == 0
 
 
 def test_every_metric_on_the_dashboard_exists() -> None:

@@ -15,7 +15,6 @@ from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
-    Gate,
     RawSession,
     RunningService,
     detail,
@@ -27,6 +26,7 @@ from tests.support.service import (
     status_of,
     until,
 )
+from tests.support.step_gate import StepGate
 
 
 class Clock:
@@ -94,7 +94,7 @@ def test_accounts_of_those_who_are_gone_are_forgotten_and_no_others() -> None:
 
 
 async def test_a_refusal_on_the_wire_says_whose_bound_it_is_and_when_to_come_back() -> None:
-    gate = Gate()
+    gate = StepGate()
     edge = Edge(quotas=Quotas(QuotaRules(max_requests=2, max_rpcs=3)))
     model = make_fake_model(before_step=gate, num_blocks=512)
     async with running_service(model, make_config(max_num_seqs=8), edge=edge) as service:
@@ -120,7 +120,7 @@ async def test_a_refusal_on_the_wire_says_whose_bound_it_is_and_when_to_come_bac
 @pytest.mark.parametrize("ending", ["cancel", "before it is admitted", "a bad request", "the stream breaks"])
 async def test_every_way_out_gives_the_place_back(ending: str) -> None:
     edge = Edge(quotas=Quotas(QuotaRules(max_requests=1)))
-    gate = Gate()
+    gate = StepGate()
     model = make_fake_model(before_step=gate, num_blocks=512)
     async with running_service(model, edge=edge) as service:
         if ending == "cancel":

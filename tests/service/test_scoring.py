@@ -11,7 +11,8 @@ from headrace.v1.model_pb2 import ScoreRequest
 from tests.support.fake_runner import BOS, VOCAB_SIZE
 from tests.support.indexed_runner import logprob_of, make_indexed_model
 from tests.support.requests import make_config
-from tests.support.service import Gate, running_service, status_of, violated_fields
+from tests.support.service import running_service, status_of, violated_fields
+from tests.support.step_gate import StepGate
 
 IDS = TokenIds(ids=[5, 7, 9, 11])
 
@@ -100,7 +101,7 @@ async def test_a_text_may_fill_the_context_and_the_whole_pool(length: int) -> No
 
 
 async def test_a_score_that_nobody_waits_for_is_not_computed() -> None:
-    gate = Gate()
+    gate = StepGate()
     model, _ = make_indexed_model(before_step=gate, max_model_len=2048, num_blocks=1024)
     async with running_service(model, make_config(max_num_batched_tokens=64)) as service:
         call = service.model.Score(ScoreRequest(token_ids=TokenIds(ids=[5] * 2000)), timeout=0.05)

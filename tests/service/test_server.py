@@ -23,7 +23,6 @@ from tests.support.connections import connections
 from tests.support.fake_runner import EOS, expected_output, make_fake_model
 from tests.support.service import (
     PROMPT,
-    Gate,
     generate,
     generate_ids,
     ids_of,
@@ -31,6 +30,7 @@ from tests.support.service import (
     rest_of,
     running_service,
 )
+from tests.support.step_gate import StepGate
 
 
 async def test_a_port_in_use_is_said_with_the_flag_that_changes_it() -> None:
@@ -79,7 +79,7 @@ async def test_reflection_names_the_services() -> None:
 
 
 async def test_a_connection_past_its_age_is_replaced_and_its_streams_go_on() -> None:
-    gate = Gate()
+    gate = StepGate()
     model = make_fake_model(before_step=gate)
     async with (
         running_service(model, has_channelz=True, max_connection_age_s=0.05) as service,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import grpc
 import pytest
@@ -18,7 +19,6 @@ from tests.support.fake_runner import FakeTokenizer, expected_output, make_fake_
 from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
-    Gate,
     RawSession,
     generate_ids,
     ids_of,
@@ -29,6 +29,7 @@ from tests.support.service import (
     until,
     violated_fields,
 )
+from tests.support.step_gate import StepGate
 
 
 def long_model() -> LoadedModel:
@@ -87,7 +88,7 @@ async def test_what_the_engine_refuses_is_an_event_too() -> None:
 
 
 async def test_a_full_queue_is_an_event_with_a_hint_when_to_retry() -> None:
-    gate = Gate()
+    gate = StepGate()
     model, config = make_fake_model(before_step=gate), make_config(max_num_seqs=1, max_num_waiting=1)
     async with running_service(model, config) as service:
         session = RawSession(service.generation)
@@ -103,7 +104,7 @@ async def test_a_full_queue_is_an_event_with_a_hint_when_to_retry() -> None:
 
 
 async def test_a_duplicate_of_a_live_label_is_refused_and_the_first_goes_on() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate)) as service:
         session = RawSession(service.generation)
         await session.start(make_start("a"))
@@ -162,7 +163,7 @@ async def test_a_cancel_ends_one_request_and_leaves_the_others() -> None:
 
 
 async def test_a_cancel_of_a_request_that_waits_ends_it() -> None:
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate), make_config(max_num_seqs=1)) as service:
         session = RawSession(service.generation)
         await session.start(make_start("running"), make_start("waiting"))
@@ -179,10 +180,10 @@ class HeldTokenizer(FakeTokenizer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = Gate()
+        self.released = threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self.gate.opened.wait(15)
+        self.released.wait(15)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -198,7 +199,7 @@ async def test_a_cancel_before_the_prompt_is_encoded_ends_the_request_at_once() 
         await session.start(make_text_start("early"))
         await session.cancel("early")
         end = await session.next()
-        tokenizer.gate.open()
+        tokenizer.released.set()
         await session.start(make_start("early"))
         assert await session.half_close() is grpc.StatusCode.OK
         assert service.engine.load().totals.num_steps > 0
@@ -212,7 +213,7 @@ async def test_requests_are_queued_in_the_order_sent_though_texts_take_their_tim
     async with running_service(model, config) as service:
         session = RawSession(service.generation)
         await session.start(make_text_start("text"), make_start("ids"), make_text_start("text again"))
-        tokenizer.gate.open()
+        tokenizer.released.set()
         assert await session.half_close() is grpc.StatusCode.OK
     assert list(session.events) == ["text", "ids", "text again"]
 
@@ -225,7 +226,7 @@ async def test_too_many_texts_at_once_are_refused_as_overload() -> None:
         await session.start(*(make_text_start(f"r{i}") for i in range(3)))
         await session.cancel("r0")
         await session.until_end_of("r0")
-        tokenizer.gate.open()
+        tokenizer.released.set()
         assert await session.half_close() is grpc.StatusCode.OK
     assert reason_of(session.events["r2"][-1].error) == "OVERLOADED"
     assert session.events["r1"][-1].HasField("finished")
@@ -341,7 +342,7 @@ async def test_the_end_of_the_call_ends_all_its_requests() -> None:
 
 
 async def test_the_streams_deadline_ends_all_its_requests() -> None:
-    gate = Gate()
+    gate = StepGate()
     model = make_fake_model(before_step=gate, max_model_len=4096, num_blocks=2048)
     async with running_service(model) as service:
         session = RawSession(service.generation, timeout_s=0.3)
@@ -373,7 +374,7 @@ async def test_beyond_the_backlog_messages_wait_their_turn_and_none_is_lost(limi
         labels = [f"r{i}" for i in range(5)]
         await session.start(*(make_text_start(label) for label in labels))
         ending = asyncio.create_task(session.half_close())
-        tokenizer.gate.open()
+        tokenizer.released.set()
         assert await ending is grpc.StatusCode.OK
     assert list(session.events) == labels
     assert all(session.events[label][-1].HasField("finished") for label in labels)

@@ -24,7 +24,6 @@ from tests.support.indexed_runner import expected_child, logprobs_of, make_index
 from tests.support.requests import make_config
 from tests.support.service import (
     PROMPT,
-    Gate,
     RawSession,
     RunningService,
     generate,
@@ -32,6 +31,7 @@ from tests.support.service import (
     running_service,
     until,
 )
+from tests.support.step_gate import StepGate
 
 
 def by_index(events: list[GenerationEvent]) -> list[Completion]:
@@ -261,7 +261,7 @@ async def test_before_min_tokens_no_stop_counts() -> None:
 
 
 async def test_a_cancel_ends_every_sequence_also_before_the_engine_has_seen_it() -> None:
-    gate = Gate()
+    gate = StepGate()
     model, _ = make_indexed_model(before_step=gate, max_model_len=4096, num_blocks=2048)
     async with running_service(model) as service:
         session = RawSession(service.generation)
@@ -327,7 +327,7 @@ async def test_an_answer_too_large_for_one_message_says_how_to_get_it() -> None:
 
 
 async def test_the_log_of_a_request_that_was_broken_off_says_how_far_it_came() -> None:
-    gate = Gate()
+    gate = StepGate()
     with structlog.testing.capture_logs() as logs:
         async with running_service(make_fake_model(before_step=gate)) as service:
             gate.open()

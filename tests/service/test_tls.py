@@ -20,7 +20,8 @@ from headrace.v1.generation_pb2 import GenerateRequest
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.support.certificates import Authority, Certificate
 from tests.support.fake_runner import expected_output, make_fake_model
-from tests.support.service import PROMPT, Gate, ids_of, make_start, rest_of, running_service
+from tests.support.service import PROMPT, ids_of, make_start, rest_of, running_service
+from tests.support.step_gate import StepGate
 
 ONCE = RetryPolicy(max_attempts=1)
 
@@ -104,7 +105,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections_while_old_strea
     authority: Authority,
 ) -> None:
     cert, renewed = authority.issue("before"), authority.issue("after")
-    gate = Gate()
+    gate = StepGate()
     async with running_service(make_fake_model(before_step=gate), entrance=tls_entrance(cert)) as service:
         trust = grpc.ssl_channel_credentials(authority.cert.read_bytes())
         async with grpc.aio.secure_channel(service.address, trust) as channel:

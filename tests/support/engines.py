@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +14,6 @@ from headrace.engine import (
     TokenEvent,
     TokenStream,
 )
-from headrace.engine.scheduling.plan import StepPlan
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
 
@@ -57,18 +54,3 @@ async def assert_serves(engine: AsyncEngine) -> None:
     assert token_ids == expected_output(request.prompt_token_ids, 3)
     assert isinstance(last, FinishEvent)
     assert last.reason is FinishReason.LENGTH
-
-
-class Gate:
-    """Holds the runner in a step until it is opened."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, plan: StepPlan) -> None:
-        self.entered.set()
-        assert self.opened.wait(20)
-
-    async def wait_entered(self) -> None:
-        assert await asyncio.to_thread(self.entered.wait, 60)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -17,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from headrace.engine import AsyncEngine, EngineConfig, LoadedModel
-from headrace.engine.scheduling.plan import StepPlan
 from headrace.service.control import Drainer
 from headrace.service.edge import Edge
 from headrace.service.health import Health
@@ -53,24 +51,6 @@ SessionCall: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionRespo
 
 LOOPBACK = Endpoint("127.0.0.1", 0)
 PROMPT = (104, 101, 97, 100)
-LONG_HOLD_S = 60.0
-
-
-@dataclass
-class Gate:
-    """A step hook that holds every step while it is shut."""
-
-    opened: threading.Event = field(default_factory=threading.Event)
-    num_steps: int = 0
-
-    def __call__(self, plan: StepPlan) -> None:
-        self.num_steps += 1
-        if not self.opened.wait(LONG_HOLD_S):
-            raise TimeoutError("the test never opened its gate")
-
-    def open(self) -> None:
-        """Let steps run from now on."""
-        self.opened.set()
 
 
 @dataclass(frozen=True)
