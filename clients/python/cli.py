@@ -12,6 +12,7 @@ import typer
 from headrace.clients import bench_command, budget_command, cli_text, cli_watch, tune_command
 from headrace.clients import cli_access as access
 from headrace.clients import cli_options as opt
+from headrace.clients.cli_help import PlainTyper
 from headrace.clients.cli_outcome import (
     FAILED,
     USAGE,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-app = typer.Typer(
+app = PlainTyper(
     name="headrace",
     help="A large language model served over gRPC: start a server, or talk to one.",
     no_args_is_help=True,
