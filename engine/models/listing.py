@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.engine.models.hub import SOURCES, Sources, converted_place
+from headrace.engine.models.hub import SOURCES, Sources, converted_place, is_outdated
 
 _HUB_FOLDER = "models--"
 
@@ -51,7 +52,10 @@ def _of_the_hub(folder: Path) -> Iterator[ListedModel]:
 def _converted(folder: Path, known: set[Path]) -> Iterator[ListedModel]:
     for place in sorted(folder.glob("*/[!.]*")):
         if place.is_dir() and place not in known:
-            yield ListedModel(str(place), "converted from a GGUF file", 0, _size_of(place))
+            told = "converted from a GGUF file"
+            if is_outdated(place):
+                told += f" by an older version, and read no more: rm -r {shlex.quote(str(place))}"
+            yield ListedModel(str(place), told, 0, _size_of(place))
 
 
 def _size_of(place: Path) -> int:

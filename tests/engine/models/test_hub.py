@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import zipfile
 from pathlib import Path
 
@@ -217,6 +218,24 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, index: FakeIndex) -> None
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(str(path), tmp_path, index) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_whoever_converts_anew_is_told_what_of_an_older_version_may_go(
+    tmp_path: Path, index: FakeIndex, caplog: pytest.LogCaptureFixture
+) -> None:
+    gguf = write_tiny_gguf(tmp_path / "Own file.gguf")
+    place = resolve(str(gguf), tmp_path, index)
+    content, _, version = place.parent.name.rpartition("-v")
+    older = place.parents[1] / f"{content}-v{int(version) - 1}" / place.name
+    place.parent.rename(older.parent)
+    with caplog.at_level(logging.WARNING, logger="headrace"):
+        assert resolve(str(gguf), tmp_path, index) == place
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert f"delete it (rm -r '{older}')" in told
+        caplog.clear()
+        # It is made once, and so it is told once.
+        assert resolve(str(gguf), tmp_path, index) == place
+        assert not caplog.records
 
 
 def test_a_gguf_file_with_other_content_is_another_model(tmp_path: Path, index: FakeIndex) -> None:

@@ -35,6 +35,8 @@ def test_what_is_in_the_cache_is_listed_with_its_size(tmp_path: Path) -> None:
     put(tmp_path / "gguf" / ".mill.lock", 9)
     other = converted_place(tmp_path, "cd" * 32, "Own.Q4")
     put(other / "config.json", 3)
+    older = tmp_path / "gguf" / f"{MILL.gguf_sha256[:16]}-v1" / "mill"
+    put(older / "config.json", 4)
     hub = tmp_path / "hub" / "models--org--some--model"
     blob = put(hub / "blobs" / "1", 11)
     (hub / "snapshots").mkdir()
@@ -42,6 +44,12 @@ def test_what_is_in_the_cache_is_listed_with_its_size(tmp_path: Path) -> None:
     assert list_models(tmp_path, sources=SOURCES) == (
         ListedModel("mill", "a mill", 0, 570),
         ListedModel("hf:org/some--model", "fetched from the hub", 0, 11),
+        ListedModel(
+            str(older),
+            f"converted from a GGUF file by an older version, and read no more: rm -r {older}",
+            0,
+            4,
+        ),
         ListedModel(str(other), "converted from a GGUF file", 0, 3),
     )
 
