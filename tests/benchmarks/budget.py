@@ -30,6 +30,7 @@ from headrace.clients.bench_stats import RequestRecord
 from headrace.clients.bench_workload import Conversation, Lengths, Turn, Workload
 from headrace.clients.control import ControlClient
 from headrace.clients.demo_server import running_server
+from tests.benchmarks.options import numbers, reals, words
 
 DEFAULT = (16, 512)
 BUDGET = "budget"
@@ -212,20 +213,14 @@ def report(bench: Bench, loads: Sequence[float], grid: Sequence[str], tpot_ms: f
 async def run(options: argparse.Namespace) -> None:
     """Measure what is missing."""
     bench = Bench(options)
-    grid = [f"{n}/{b}" for n in numbers(options.grid_seqs) for b in numbers(options.grid_tokens)]
-    loads = [float(load) for load in options.loads.split(",")]
+    grid = [f"{n}/{b}" for n in options.grid_seqs for b in options.grid_tokens]
+    loads: list[float] = options.loads
     if not options.report:
         print(f"capacity {await bench.capacity():.2f} requests/s", flush=True)
         for load in loads:
-            for setting in [BUDGET, "default", *options.also.split(","), *(grid if options.grid else [])]:
-                if setting:
-                    await bench.measure(load, setting)
+            for setting in [BUDGET, "default", *options.also, *(grid if options.grid else [])]:
+                await bench.measure(load, setting)
     report(bench, loads, grid, options.tpot_ms)
-
-
-def numbers(written: str) -> list[int]:
-    """Whole numbers with commas between them."""
-    return [int(number) for number in written.split(",")]
 
 
 def main() -> None:
@@ -238,16 +233,16 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="more flags for all servers: --serve=--weight-dtype=int4")
     parser.add_argument("--tpot-ms", type=float, default=25.0)
     parser.add_argument("--ttft-ms", type=float, default=1000.0)
-    parser.add_argument("--loads", default="0.5,0.8,1,1.5", help="shares of the capacity")
+    parser.add_argument("--loads", type=reals, default=[0.5, 0.8, 1, 1.5], help="shares of the capacity")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each cell, after the lead")
     parser.add_argument("--capacity-seconds", type=float, default=30.0)
     parser.add_argument(
         "--grace", type=float, default=5.0, help="how long the last requests may take, seconds"
     )
     parser.add_argument("--grid", action="store_true", help="measure fixed settings as well")
-    parser.add_argument("--grid-seqs", default="8,16,24,32")
-    parser.add_argument("--grid-tokens", default="64,128,512")
-    parser.add_argument("--also", default="", help=f"further settings: '{BUDGET} refuse', 12/256")
+    parser.add_argument("--grid-seqs", type=numbers, default=[8, 16, 24, 32])
+    parser.add_argument("--grid-tokens", type=numbers, default=[64, 128, 512])
+    parser.add_argument("--also", type=words, default=[], help=f"further settings: '{BUDGET} refuse', 12/256")
     parser.add_argument("--report", action="store_true", help="only tell what is in the file")
     asyncio.run(run(parser.parse_args()))
 

@@ -14,7 +14,6 @@ import asyncio
 import statistics
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from headrace.engine import (
     AsyncEngine,
@@ -24,8 +23,8 @@ from headrace.engine import (
     ModelConfig,
     SchedulerConfig,
     load_model,
-    resolve_model,
 )
+from tests.benchmarks.options import add_compute_options, add_model_options, model_path, numbers
 from tests.support.requests import make_request
 
 MAX_LEN = 4096
@@ -103,21 +102,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "headrace")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weight-dtype", default="same", help="same, int8 or int4")
-    parser.add_argument("--budgets", default="64,128,256,512,1024,2048", help="max_num_batched_tokens")
+    add_model_options(parser)
+    add_compute_options(parser)
+    parser.add_argument(
+        "--budgets", type=numbers, default=[64, 128, 256, 512, 1024, 2048], help="max_num_batched_tokens"
+    )
     parser.add_argument("--running", type=int, default=8, help="answers that run all along")
     parser.add_argument("--prompts", type=int, default=4, help="long prompts, one after the other")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between two of them")
-    parser.add_argument("--threads", type=int, default=None)
     options = parser.parse_args()
-    path = resolve_model(options.model, options.cache)
+    path = model_path(options)
     print("| budget | TTFT, ms | longest gap beside it, ms | ITL alone, ms | tokens/s |")
     print("|---" * 5 + "|")
-    for budget in (int(number) for number in options.budgets.split(",")):
+    for budget in options.budgets:
         config = EngineConfig(
             model=ModelConfig(
                 path, dtype=options.dtype, weight_dtype=options.weight_dtype, max_model_len=MAX_LEN

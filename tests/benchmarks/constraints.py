@@ -32,6 +32,7 @@ from headrace.engine import (
     TokenEvent,
     load_model,
 )
+from tests.benchmarks.options import add_model_options, model_path, numbers
 
 _PROMPT = "Write a long list of things that a mill needs, as JSON:\n"
 _ITEM = {
@@ -124,13 +125,12 @@ async def measure(folder: Path, batches: list[int], num_tokens: int, num_rounds:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
-    parser.add_argument("--batch", default="1,16", help="sequences per step")
+    add_model_options(parser)
+    parser.add_argument("--batch", type=numbers, default=[1, 16], help="sequences per step")
     parser.add_argument("--tokens", type=int, default=128, help="made by each sequence")
     parser.add_argument("--rounds", type=int, default=3, help="with each constraint")
     options = parser.parse_args()
-    batches = [int(batch) for batch in options.batch.split(",")]
-    asyncio.run(measure(options.model, batches, options.tokens, options.rounds))
+    asyncio.run(measure(model_path(options), options.batch, options.tokens, options.rounds))
 
 
 if __name__ == "__main__":

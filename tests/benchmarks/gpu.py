@@ -33,6 +33,7 @@ from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
+from tests.benchmarks.options import numbers
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -267,18 +268,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--batch", default="1,8,64,256", help="rows of the decode steps")
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 64, 256], help="rows of the decode steps")
     parser.add_argument("--context", type=int, default=1024, help="KV tokens before each decode step")
-    parser.add_argument("--prompts", default="512,2048,8192", help="lengths, each one step")
+    parser.add_argument("--prompts", type=numbers, default=[512, 2048, 8192], help="lengths, each one step")
     parser.add_argument("--seconds", type=float, default=2.0, help="per line")
     given = parser.parse_args()
     run(
         replace(
             Options.quick(given.device),
             backend=given.backend,
-            batches=[int(n) for n in given.batch.split(",")],
+            batches=given.batch,
             context=given.context,
-            prompts=[int(n) for n in given.prompts.split(",")],
+            prompts=given.prompts,
             seconds=given.seconds,
         )
     )

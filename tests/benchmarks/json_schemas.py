@@ -33,6 +33,7 @@ from headrace.engine import (
     TokenEvent,
     load_model,
 )
+from tests.benchmarks.options import add_model_options, model_path
 from tests.support.schemas import SCHEMAS
 
 
@@ -114,11 +115,11 @@ async def measure(model: Path, num_each: int, max_tokens: int) -> None:
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
+    add_model_options(parser)
     parser.add_argument("--each", type=int, default=20, help="sequences of each schema")
     parser.add_argument("--tokens", type=int, default=400, help="most tokens of a sequence")
     options = parser.parse_args()
-    asyncio.run(measure(options.model, options.each, options.tokens))
+    asyncio.run(measure(model_path(options), options.each, options.tokens))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from headrace.engine import (
     TokenEvent,
     load_model,
 )
-from tests.support.default_model import DEFAULT_MODEL, known_model_path
+from tests.benchmarks.options import add_compute_options, add_model_options, model_path
 from tests.support.requests import make_request
 
 SUFFIX_LEN = 16
@@ -35,10 +35,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model")
+    add_model_options(parser)
+    add_compute_options(parser)
     parser.add_argument("--prefix-len", type=int, default=512, help="tokens that all requests begin with")
     parser.add_argument("--requests", type=int, default=32, help="how many there are")
-    parser.add_argument("--threads", type=int, default=None, help="compute threads")
     args = parser.parse_args()
     print(f"{'cache':>6} {'computed':>9} {'of':>7} {'share':>6} {'cold':>9} {'warm':>9} {'warm/cold':>9}")
     for is_on in (True, False):
@@ -47,7 +47,9 @@ def main() -> None:
 
 async def _measure(args: argparse.Namespace, *, prefix_caching: bool) -> None:
     config = EngineConfig(
-        model=ModelConfig(known_model_path(args.model), max_model_len=2048),
+        model=ModelConfig(
+            model_path(args), dtype=args.dtype, weight_dtype=args.weight_dtype, max_model_len=2048
+        ),
         cache=CacheConfig(block_size=4, num_blocks=8192, prefix_caching=prefix_caching),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
         num_threads=args.threads,

@@ -28,6 +28,7 @@ from headrace.engine.runner.host import prepare_host
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
+from tests.benchmarks.options import add_model_options, model_path
 
 ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 16
@@ -76,14 +77,15 @@ def log_probs_of(decoder: Decoder, token_ids: list[int]) -> Tensor:
 def main() -> None:
     """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
+    add_model_options(parser)
     parser.add_argument("--text", type=Path, nargs="*", default=[ROOT / "README.md", ROOT / "CHANGELOG.md"])
     parser.add_argument("--window", type=int, default=512, help="tokens that are predicted together")
     parser.add_argument("--max-windows", type=int, default=12)
     options = parser.parse_args()
     prepare_host(None)
+    folder = model_path(options)
     text = "\n".join(path.read_text(encoding="utf-8") for path in options.text)
-    token_ids = load_tokenizer(options.model).encode(text, add_special_tokens=False)
+    token_ids = load_tokenizer(folder).encode(text, add_special_tokens=False)
     windows = [token_ids[i : i + options.window] for i in range(0, len(token_ids) - 1, options.window)]
     windows = [window for window in windows if len(window) > 1][: options.max_windows]
     num_predicted = sum(len(window) - 1 for window in windows)
@@ -92,7 +94,7 @@ def main() -> None:
     reference: list[tuple[Tensor, Tensor]] = []
     first_loss = 0.0
     for variant in VARIANTS:
-        config = ModelConfig(options.model, dtype=variant.dtype, weight_dtype=variant.weight_dtype)
+        config = ModelConfig(folder, dtype=variant.dtype, weight_dtype=variant.weight_dtype)
         decoder = load_decoder(config, torch.device("cpu")).decoder
         loss = divergence = same = 0.0
         for place, window in enumerate(windows):

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.clients.plots import new_figure, require_plots, save
-from headrace.engine import ModelConfig, SamplingParams, resolve_model
+from headrace.engine import ModelConfig, SamplingParams
 from headrace.engine.runner.host import prepare_host
 from headrace.engine.scheduling.plan import StepPlan
+from tests.benchmarks.options import add_compute_options, add_model_options, model_path, numbers
 from tests.benchmarks.steps import Bench, Clock
 
 BLOCK_SIZE = 4
@@ -38,11 +39,6 @@ def draw(slots: Points, contexts: Points, pools: Points, title: str, path: Path)
         panel.set(xlabel=label, ylabel="ms per step", ylim=(0, None))
     right.set(xscale="log")
     save(figure, path)
-
-
-def numbers(text: str) -> list[int]:
-    """A list with commas."""
-    return [int(number) for number in text.split(",")]
 
 
 class Scaling:
@@ -78,10 +74,8 @@ class Scaling:
 def main() -> None:
     """Read the arguments, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "headrace")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weight-dtype", default="same")
+    add_model_options(parser)
+    add_compute_options(parser)
     parser.add_argument("--slots", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--contexts", type=numbers, default=[64, 512, 1024, 2048, 4096, 8000])
     parser.add_argument("--pools", type=numbers, default=[1000, 4000, 16_000], help="blocks of 4 tokens")
@@ -90,8 +84,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help=".png or .svg")
     options = parser.parse_args()
     require_plots([] if options.plot is None else [options.plot])
-    prepare_host(None)
-    path = resolve_model(options.model, options.cache)
+    prepare_host(options.threads)
+    path = model_path(options)
     scaling = Scaling(
         ModelConfig(path, dtype=options.dtype, weight_dtype=options.weight_dtype), options.seconds
     )

@@ -20,6 +20,7 @@ from headrace.engine.runner.protocol import LoadedModel
 from headrace.engine.scheduling.plan import RowResult, StepPlan, StepResult
 from headrace.engine.sequence import OutputParams
 from headrace.service.collector import settled_garbage
+from tests.benchmarks.options import numbers
 from tests.support.fake_runner import make_fake_model
 from tests.support.requests import make_config, make_request
 
@@ -29,7 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="64,256,1024", help="running sequences, several joined by commas")
+    parser.add_argument(
+        "--rows", type=numbers, default=[64, 256, 1024], help="running sequences, several joined by commas"
+    )
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks of the pool")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
     parser.add_argument("--prompt-len", type=int, default=256, help="tokens of each prompt")
@@ -37,7 +40,7 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=0, help="further sequences that wait for a place")
     args = parser.parse_args()
     print(f"{'rows':>6} {'plan':>9} {'update':>9} {'together':>9} {'per row':>8} {'text':>9}")
-    for num_rows in map(int, args.rows.split(",")):
+    for num_rows in args.rows:
         plan_us, update_us = _time(num_rows, args, wants_text=False)
         text_us = max(0.0, _time(num_rows, args, wants_text=True)[1] - update_us)
         total_us = plan_us + update_us

@@ -39,6 +39,7 @@ from headrace.engine import (
     StopConditions,
     load_model,
 )
+from tests.benchmarks.options import add_compute_options, add_model_options, model_path
 
 _LETTER = """Dear Mrs Albright,
 
@@ -231,7 +232,7 @@ async def run(options: argparse.Namespace) -> None:
     """Load once, compare all."""
     kind = Speculation.PROMPT_LOOKUP if options.draft_model is None else Speculation.DRAFT_MODEL
     config = EngineConfig(
-        model=ModelConfig(options.model, dtype=options.dtype, max_model_len=2048),
+        model=ModelConfig(model_path(options), dtype=options.dtype, max_model_len=2048),
         cache=CacheConfig(block_size=4, num_blocks=8192),
         num_threads=options.threads,
         speculation=SpeculationConfig(
@@ -268,13 +269,12 @@ async def run(options: argparse.Namespace) -> None:
 def main() -> None:
     """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
+    add_model_options(parser)
+    add_compute_options(parser, has_weight_dtype=False)
     parser.add_argument("--draft-model", type=Path, default=None, help="unset: prompt lookup")
     parser.add_argument(
         "--draft-weight-dtype", default="same", choices=("same", "int8", "int4"), help="as of headrace serve"
     )
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)

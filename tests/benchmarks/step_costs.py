@@ -29,10 +29,10 @@ from headrace.engine import (
     SchedulerConfig,
     StopConditions,
     load_model,
-    resolve_model,
 )
 from headrace.engine.core import EngineCore
 from headrace.engine.scheduling.cost_model import StepCostModel, StepShape
+from tests.benchmarks.options import add_model_options, model_path
 
 # Slots, token budget, seconds, requests per second, share of long prompts.
 PHASES = (
@@ -121,15 +121,15 @@ def _kind(shape: StepShape) -> tuple[int, int]:
 def main() -> None:
     """Read the arguments, measure, judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "headrace")
+    add_model_options(parser)
     parser.add_argument("--json", type=Path, help="keep the steps here, or judge those that are there")
     options = parser.parse_args()
     if options.json is not None and options.json.exists():
         steps = [(StepShape(**shape), seconds) for shape, seconds in json.loads(options.json.read_text())]
     else:
-        path = resolve_model(options.model, options.cache)
-        config = EngineConfig(ModelConfig(path), CacheConfig(4, memory_bytes=2**30), SchedulerConfig(64, 512))
+        config = EngineConfig(
+            ModelConfig(model_path(options)), CacheConfig(4, memory_bytes=2**30), SchedulerConfig(64, 512)
+        )
         steps = list(cycles(load_model(config), config))
         if options.json is not None:
             options.json.write_text(json.dumps([(asdict(shape), seconds) for shape, seconds in steps]))

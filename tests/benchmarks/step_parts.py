@@ -45,7 +45,6 @@ from headrace.engine import (
     SamplingParams,
     SchedulerConfig,
     StopConditions,
-    resolve_model,
 )
 from headrace.engine.attention.backend import (
     AttentionBackend,
@@ -62,6 +61,7 @@ from headrace.engine.models.tokenizer import load_tokenizer
 from headrace.engine.runner.host import prepare_host
 from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.scheduling.plan import StepPlan, StepResult
+from tests.benchmarks.options import add_compute_options, add_model_options, model_path, numbers
 from tests.support.blocking import Blocking
 
 PARTS = ("schedule", "hand over", "batch", "layers", "head", "sample", "update", "publish")
@@ -233,29 +233,25 @@ def line(name: str, parts: Mapping[str, float]) -> str:
 def main() -> None:
     """Read the arguments, measure, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "headrace")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weight-dtype", default="same", help="same, int8 or int4; several with commas")
-    parser.add_argument("--batch", default="1,16", help="slots")
+    add_model_options(parser)
+    add_compute_options(parser, has_several=True)
+    parser.add_argument("--batch", type=numbers, default=[1, 16], help="slots")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=100, help="tokens of each answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, help="write the table's numbers here, milliseconds")
     options = parser.parse_args()
     prepare_host(options.threads)
-    path = resolve_model(options.model, options.cache)
+    path = model_path(options)
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    batches = [int(number) for number in options.batch.split(",")]
-    num_blocks = max(batches) * -(-(options.prompt + options.steps + 1) // BLOCK_SIZE)
+    num_blocks = max(options.batch) * -(-(options.prompt + options.steps + 1) // BLOCK_SIZE)
     print(f"| medians, ms | cycle | {' | '.join(PARTS)} | beside the model |")
     print("|---" * (len(PARTS) + 3) + "|")
     results = {}
-    for weight_dtype in options.weight_dtype.split(","):
+    for weight_dtype in options.weight_dtype:
         model_config = ModelConfig(path, dtype=options.dtype, weight_dtype=weight_dtype)
-        for num_slots in batches:
+        for num_slots in options.batch:
             config = EngineConfig(
                 model_config, CacheConfig(BLOCK_SIZE, num_blocks=num_blocks), SchedulerConfig(num_slots, 512)
             )

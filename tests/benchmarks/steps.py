@@ -15,7 +15,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -38,6 +37,7 @@ from headrace.engine.runner.model_runner import ModelRunner
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.sequence import SequenceId
+from tests.benchmarks.options import add_compute_options, add_model_options, model_path, numbers
 
 T = TypeVar("T")
 
@@ -169,15 +169,13 @@ class Bench:
 def main() -> None:
     """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="a model folder")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weight-dtype", default="same", help="same, int8 or int4; several with commas")
+    add_model_options(parser)
+    add_compute_options(parser, has_several=True)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--batch", default="1,8,16", help="batch sizes of the decode steps")
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 16], help="batch sizes of the decode steps")
     parser.add_argument("--context", type=int, default=256, help="KV tokens before each decode step")
-    parser.add_argument("--prefill", default="512,1024", help="prompt lengths, each one step")
+    parser.add_argument("--prefill", type=numbers, default=[512, 1024], help="prompt lengths, each one step")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=2.0, help="per line")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -187,27 +185,24 @@ def main() -> None:
     )
     options = parser.parse_args()
     prepare_host(options.threads)
+    path = model_path(options)
     clock = Clock(time.perf_counter if options.clock == "wall" else time.process_time)
-    batches = [int(n) for n in options.batch.split(",") if n]
-    prompts = [int(n) for n in options.prefill.split(",") if n]
-    room = (
-        max([*(n * (options.context + 1 + options.block_size) for n in batches), *prompts])
-        + options.block_size
-    )
+    decoded = [num_rows * (options.context + 1 + options.block_size) for num_rows in options.batch]
+    room = max([*decoded, *options.prefill]) + options.block_size
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    for weight_dtype in options.weight_dtype.split(","):
+    for weight_dtype in options.weight_dtype:
         model = ModelConfig(
-            options.model,
+            path,
             dtype=options.dtype,
             weight_dtype=weight_dtype,
             attention_backend=options.backend,
         )
         bench = Bench(model, room, options.block_size, clock, is_whole=options.whole)
         name = "" if weight_dtype == "same" else f"{weight_dtype} "
-        for num_rows in batches:
+        for num_rows in options.batch:
             rows = tuple(bench.row(i, options.context, 1, sampling) for i in range(num_rows))
             bench.measure(f"{name}decode {num_rows} at {options.context}", StepPlan(0, rows), options.seconds)
-        for length in prompts:
+        for length in options.prefill:
             plan = StepPlan(0, (bench.row(0, 0, length, sampling),))
             bench.measure(f"{name}prefill {length}", plan, options.seconds)
 
