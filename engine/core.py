@@ -221,7 +221,8 @@ class EngineCore:
         self._num_untold_preemptions += num_preemptions
         if plan is not None:
             num_waiting, allowance = len(self._scheduler.waiting), self._budget.allowance
-            step = StepUnderWay(plan, allowance, num_told, num_waiting, started_s, self._clock())
+            planned_s = self._clock()
+            step = StepUnderWay(plan, allowance, num_told, num_waiting, started_s, planned_s, is_ahead=ahead)
             self._under_way.add(step)
             self._kv.under_way.note(self._under_way.sequence_ids)
         return plan

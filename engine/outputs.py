@@ -175,6 +175,7 @@ class StepStats:
         schedule_s, execute_s, update_s: time of its three parts, seconds.
         started_s: when it began, by the engine's monotonic clock.
         num_draft_failures: rows that went without drafts because the draft model failed.
+        is_ahead: whether it was planned and launched while the one before it ran.
     """
 
     step: int
@@ -189,6 +190,7 @@ class StepStats:
     rows: tuple[RowStats, ...]
     started_s: float = 0.0
     num_draft_failures: int = 0
+    is_ahead: bool = False
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -280,7 +282,8 @@ def _by_place(counts: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Sums over all steps since the start; `num_rows` counts the slots that were busy, step by step."""
+    """Sums over all steps since the start; `num_rows` counts the slots that were busy, step by step,
+    `num_ahead_steps` the steps that were planned while the one before them ran."""
 
     num_steps: int = 0
     num_rows: int = 0
@@ -291,6 +294,7 @@ class StepTotals:
     num_kv_slots_used: int = 0
     step_s: float = 0.0
     speculation: SpeculationTotals = SpeculationTotals()
+    num_ahead_steps: int = 0
 
     @property
     def num_computed_tokens(self) -> int:
@@ -309,6 +313,7 @@ class StepTotals:
             num_kv_slots_used=self.num_kv_slots_used + stats.num_kv_slots_used,
             step_s=self.step_s + stats.schedule_s + stats.execute_s + stats.update_s,
             speculation=self.speculation.plus(stats.rows, stats.num_draft_failures),
+            num_ahead_steps=self.num_ahead_steps + stats.is_ahead,
         )
 
 

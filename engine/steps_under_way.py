@@ -28,6 +28,7 @@ class StepUnderWay:
         started_s: when it began, by the engine's clock; of one that was planned ahead, when it was planned,
             until it begins.
         planned_s: when its plan was made, likewise.
+        is_ahead: whether it was planned behind one that had not returned.
     """
 
     plan: StepPlan
@@ -36,6 +37,7 @@ class StepUnderWay:
     num_waiting: int
     started_s: float
     planned_s: float
+    is_ahead: bool = False
 
     def stats(
         self,
@@ -67,6 +69,7 @@ class StepUnderWay:
             rows=rows,
             started_s=self.started_s,
             num_draft_failures=sum([row.is_draft_failed for row in result.rows]),
+            is_ahead=self.is_ahead,
         )
 
 

@@ -347,6 +347,11 @@ def _sums(name: str, load: Load) -> Iterator[Metric]:
             totals.num_preemptions,
         ),
         ("engine_steps", "Steps that were computed since the start.", totals.num_steps),
+        (
+            "engine_steps_ahead",
+            "Those of them that were planned and launched while the one before them ran.",
+            totals.num_ahead_steps,
+        ),
     ):
         family = CounterMetricFamily(f"{_PREFIX}_{metric}", text, labels=("model",))
         family.add_metric(model, number)

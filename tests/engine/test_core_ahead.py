@@ -43,7 +43,9 @@ def test_steps_are_finished_in_the_order_of_their_plans() -> None:
     h.run_to_end()
     assert h.tokens(request) == expected_output(PROMPT, 6)
     assert [stats.step for stats in h.stats] == list(range(6))
-    assert h.core.load.totals.num_steps == 6
+    assert [stats.is_ahead for stats in h.stats] == [False] + [True] * 5
+    totals = h.core.load.totals
+    assert (totals.num_steps, totals.num_ahead_steps) == (6, 5)
 
 
 def test_whoever_ends_by_what_is_drawn_leaves_a_void_row_behind() -> None:

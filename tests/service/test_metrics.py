@@ -12,7 +12,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.engine import BlockCounts, LoadedModel, RowStats, Speculation, StepStats
+from headrace.engine import AsyncScheduling, BlockCounts, LoadedModel, RowStats, Speculation, StepStats
 from headrace.engine.config import EngineConfig
 from headrace.engine.runner.protocol import Runner
 from headrace.engine.scheduling.plan import StepPlan, StepResult
@@ -83,8 +83,9 @@ async def scraped(
         following.cancel()
 
 
-async def test_counts_are_what_clients_got() -> None:
-    async with scraped() as scrape:
+@pytest.mark.parametrize(("scheduling", "num_ahead"), [(AsyncScheduling.OFF, 0), (AsyncScheduling.ON, 7 + 4)])
+async def test_counts_are_what_clients_got(scheduling: AsyncScheduling, num_ahead: int) -> None:
+    async with scraped(config=make_config(async_scheduling=scheduling)) as scrape:
         events = await generate(scrape.service, make_start(max_tokens=8))
         assert len(await generate_ids(scrape.service, make_start(max_tokens=5, prompt=(1, 2)))) == 5
         with pytest.raises(grpc.aio.AioRpcError):
@@ -107,6 +108,8 @@ async def test_counts_are_what_clients_got() -> None:
         "headrace_iteration_tokens_count": 13,
         "headrace_step_seconds_count": 13,
         "headrace_engine_steps_total": 13,
+        # All but the first of each request.
+        "headrace_engine_steps_ahead_total": num_ahead,
         "headrace_prefix_cache_queries_total": 6,
         "headrace_prefix_cache_hits_total": 0,
         "headrace_num_preemptions_total": 0,
