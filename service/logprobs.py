@@ -38,11 +38,11 @@ def _to_proto(entry: TokenLogprob, tokenizer: Tokenizer) -> pb.TokenLogprob:
         token_id=entry.token_id,
         logprob=entry.logprob,
         rank=entry.rank,
-        text=_text_of(entry.token_id, tokenizer),
+        text=text_of(entry.token_id, tokenizer),
     )
 
 
-def _text_of(token_id: int, tokenizer: Tokenizer) -> str:
+def text_of(token_id: int, tokenizer: Tokenizer) -> str:
     """A token alone: its bytes as text, or its spelling in a vocabulary that doesn't spell bytes."""
     spelled = tokenizer.token_bytes(token_id, skip_special_tokens=False)
     return tokenizer.spellings((token_id,))[0] if spelled is None else spelled.decode(errors="replace")

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from headrace.engine import FieldViolation, InvalidRequest
 from headrace.service.convert import chat_from_proto
 from headrace.service.interceptors import Context
+from headrace.service.logprobs import text_of
 from headrace.service.options import default_sampling, default_sampling_to_proto
 from headrace.service.scoring import score
 from headrace.service.serving import ServedModel, Serving
@@ -48,9 +49,11 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
         def work() -> model_pb2.TokenizeResponse:
             ids = tokenizer.encode(request.text, add_special_tokens=adds_special)
-            return model_pb2.TokenizeResponse(
-                token_ids=ids, tokens=tokenizer.spellings(ids) if request.with_tokens else ()
-            )
+            told = model_pb2.TokenizeResponse(token_ids=ids)
+            if request.with_tokens:
+                told.tokens.extend(tokenizer.spellings(ids))
+                told.texts.extend(text_of(token_id, tokenizer) for token_id in ids)
+            return told
 
         return _fitting(await served.texts.run(num_bytes(request.text), work), served)
 

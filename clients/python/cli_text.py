@@ -26,7 +26,7 @@ def tokenize(
     model: opt.ModelName = None,
     tokens: Annotated[
         bool,
-        typer.Option("--tokens", help="A line for each token: its id, and how the vocabulary spells it."),
+        typer.Option("--tokens", help="A line for each token: its id and its text."),
     ] = False,
     special_tokens: Annotated[
         bool,
@@ -53,10 +53,11 @@ def tokenize(
 
     told = run(ask(), argument="TEXT")
     if as_json:
-        typer.echo(json.dumps({"token_ids": told.token_ids, "tokens": told.tokens}, ensure_ascii=False))
+        whole_answer = {"token_ids": told.token_ids, "tokens": told.tokens, "texts": told.texts}
+        typer.echo(json.dumps(whole_answer, ensure_ascii=False))
     elif tokens:
-        for token_id, spelling in zip(told.token_ids, told.tokens, strict=True):
-            typer.echo(f"{token_id:8}  {json.dumps(spelling, ensure_ascii=False)}")
+        for token_id, token in zip(told.token_ids, told.texts, strict=True):
+            typer.echo(f"{token_id:8}  {json.dumps(token, ensure_ascii=False)}")
     else:
         typer.echo(" ".join(map(str, told.token_ids)))
 

@@ -180,7 +180,7 @@ class InferenceClient:
         with_tokens: bool = False,
         timeout_s: float | None = None,
     ) -> Tokenization:
-        """Token ids of `text`, and the vocabulary's spellings of them when `with_tokens`."""
+        """Token ids of `text`, with their texts and the vocabulary's spellings of them when `with_tokens`."""
         stub = ModelServiceStub(self._opened())
         request = model_pb2.TokenizeRequest(
             model=model, text=text, add_special_tokens=add_special_tokens, with_tokens=with_tokens
@@ -188,7 +188,7 @@ class InferenceClient:
         response = await call_with_retries(
             lambda remaining_s: stub.Tokenize(request, timeout=remaining_s), self._attempts(timeout_s)
         )
-        return Tokenization(tuple(response.token_ids), tuple(response.tokens))
+        return Tokenization(tuple(response.token_ids), tuple(response.tokens), tuple(response.texts))
 
     async def detokenize(
         self,

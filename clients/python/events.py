@@ -267,10 +267,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """Token ids of a text; `tokens` has the vocabulary's own spellings when they were asked for."""
+    """Token ids of a text; when asked for, `tokens` has the vocabulary's own spellings, and `texts` what each
+    token is alone: where its bytes are no whole character, U+FFFD in their place."""
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

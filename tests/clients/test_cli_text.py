@@ -21,7 +21,11 @@ async def test_a_text_becomes_ids_and_ids_a_text() -> None:
     assert (ids.status, ids.out, ids.err) == (0, "104 233\n", "")
     assert piped.out == ids.out
     assert spelt.out == '     104  "h"\n     233  "é"\n'
-    assert json.loads(whole.out) == {"token_ids": [104, 233], "tokens": ["h", "é"]}
+    assert json.loads(whole.out) == {
+        "token_ids": [104, 233],
+        "tokens": ["U+0068", "U+00E9"],
+        "texts": ["h", "é"],
+    }
     assert (text.out, json.loads(as_json.out)) == ("hé\n", {"text": "hé"})
 
 

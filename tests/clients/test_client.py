@@ -35,8 +35,8 @@ async def test_text_becomes_ids_and_ids_become_text() -> None:
     async with running_fake_server() as server, InferenceClient(server.target) as client:
         plain = await client.tokenize("hé")
         spelled = await client.tokenize("hé", with_tokens=True)
-        assert (plain.token_ids, plain.tokens) == ((104, 233), ())
-        assert spelled.tokens == ("h", "é")
+        assert (plain.token_ids, plain.tokens, plain.texts) == ((104, 233), (), ())
+        assert (spelled.tokens, spelled.texts) == (("U+0068", "U+00E9"), ("h", "é"))
         assert await client.detokenize(plain.token_ids) == "hé"
         with pytest.raises(InvalidArgument):
             await client.detokenize([-1])

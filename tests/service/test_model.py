@@ -46,9 +46,12 @@ async def test_text_becomes_ids_and_text_again() -> None:
         request.skip_special_tokens = False
         shown = await service.model.Detokenize(request)
     assert list(with_special.token_ids) == [BOS, *"hé".encode()]
-    assert with_special.tokens[0] == "<s>"
+    assert list(with_special.tokens) == ["<s>", "<0x68>", "<0xC3>", "<0xA9>"]
+    # Neither of the last two is a character.
+    assert list(with_special.texts) == ["<s>", "h", "\ufffd", "\ufffd"]
     assert list(plain.token_ids) == list("hé".encode())
     assert not plain.tokens
+    assert not plain.texts
     assert (back.text, shown.text) == ("hé", "<s>hé")
 
 

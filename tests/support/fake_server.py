@@ -226,7 +226,8 @@ class FakeModels(ModelServiceServicer):
     ) -> model_pb2.TokenizeResponse:
         return model_pb2.TokenizeResponse(
             token_ids=[ord(character) for character in request.text],
-            tokens=list(request.text) if request.with_tokens else [],
+            tokens=[f"U+{ord(character):04X}" for character in request.text] if request.with_tokens else [],
+            texts=list(request.text) if request.with_tokens else [],
         )
 
     async def Detokenize(

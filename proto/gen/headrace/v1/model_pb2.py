@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import generation_pb2 as headrace_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17headrace/v1/model.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/generation.proto\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.headrace.v1.Model\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"\xc5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x1b\n\x13max_sequence_length\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x16\n\x0enum_parameters\x18\x08 \x01(\x04\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12\x17\n\x0fkv_cache_tokens\x18\x0b \x01(\x04\x12\x12\n\nblock_size\x18\x0c \x01(\rB\x0f\n\r_bos_token_id\"\x90\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0bwith_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x15\n\x13_add_special_tokensB\x0e\n\x0c_with_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"P\n\x18\x41pplyChatTemplateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPrompt\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xbf\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\x1f\n\x12num_context_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06targetB\x15\n\x13_num_context_tokensB\x0b\n\t_logprobs\"S\n\rScoreResponse\x12\x16\n\x0elog_likelihood\x18\x01 \x01(\x01\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs2\xe2\x03\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\x12\x62\n\x11\x41pplyChatTemplate\x12%.headrace.v1.ApplyChatTemplateRequest\x1a&.headrace.v1.ApplyChatTemplateResponse\x12>\n\x05Score\x12\x19.headrace.v1.ScoreRequest\x1a\x1a.headrace.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17headrace/v1/model.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/generation.proto\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.headrace.v1.Model\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"\xc5\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x1b\n\x13max_sequence_length\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x16\n\x0enum_parameters\x18\x08 \x01(\x04\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1c.headrace.v1.SamplingOptions\x12\x17\n\x0fkv_cache_tokens\x18\x0b \x01(\x04\x12\x12\n\nblock_size\x18\x0c \x01(\rB\x0f\n\r_bos_token_id\"\x90\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0bwith_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x15\n\x13_add_special_tokensB\x0e\n\x0c_with_tokens\"D\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\r\n\x05texts\x18\x03 \x03(\t\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"P\n\x18\x41pplyChatTemplateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.headrace.v1.ChatPrompt\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xbf\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12\x1f\n\x12num_context_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06targetB\x15\n\x13_num_context_tokensB\x0b\n\t_logprobs\"S\n\rScoreResponse\x12\x16\n\x0elog_likelihood\x18\x01 \x01(\x01\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs2\xe2\x03\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.headrace.v1.GetModelRequest\x1a\x1d.headrace.v1.GetModelResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.headrace.v1.TokenizeRequest\x1a\x1d.headrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.headrace.v1.DetokenizeRequest\x1a\x1f.headrace.v1.DetokenizeResponse\x12\x62\n\x11\x41pplyChatTemplate\x12%.headrace.v1.ApplyChatTemplateRequest\x1a&.headrace.v1.ApplyChatTemplateResponse\x12>\n\x05Score\x12\x19.headrace.v1.ScoreRequest\x1a\x1a.headrace.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,19 +45,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZEREQUEST']._serialized_start=567
   _globals['_TOKENIZEREQUEST']._serialized_end=711
   _globals['_TOKENIZERESPONSE']._serialized_start=713
-  _globals['_TOKENIZERESPONSE']._serialized_end=766
-  _globals['_DETOKENIZEREQUEST']._serialized_start=768
-  _globals['_DETOKENIZEREQUEST']._serialized_end=879
-  _globals['_DETOKENIZERESPONSE']._serialized_start=881
-  _globals['_DETOKENIZERESPONSE']._serialized_end=915
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=917
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=997
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=999
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=1059
-  _globals['_SCOREREQUEST']._serialized_start=1062
-  _globals['_SCOREREQUEST']._serialized_end=1253
-  _globals['_SCORERESPONSE']._serialized_start=1255
-  _globals['_SCORERESPONSE']._serialized_end=1338
-  _globals['_MODELSERVICE']._serialized_start=1341
-  _globals['_MODELSERVICE']._serialized_end=1823
+  _globals['_TOKENIZERESPONSE']._serialized_end=781
+  _globals['_DETOKENIZEREQUEST']._serialized_start=783
+  _globals['_DETOKENIZEREQUEST']._serialized_end=894
+  _globals['_DETOKENIZERESPONSE']._serialized_start=896
+  _globals['_DETOKENIZERESPONSE']._serialized_end=930
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=932
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=1012
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=1014
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=1074
+  _globals['_SCOREREQUEST']._serialized_start=1077
+  _globals['_SCOREREQUEST']._serialized_end=1268
+  _globals['_SCORERESPONSE']._serialized_start=1270
+  _globals['_SCORERESPONSE']._serialized_end=1353
+  _globals['_MODELSERVICE']._serialized_start=1356
+  _globals['_MODELSERVICE']._serialized_end=1838
 # @@protoc_insertion_point(module_scope)
