@@ -38,6 +38,6 @@ class PlainTyper(typer.Typer):
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=PlainGroup, **options)
 
-    def command(self, *names: str, **options: Any) -> Callable[..., Any]:
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """See `typer.Typer.command`."""
-        return super().command(*names, cls=PlainCommand, **options)
+        return super().command(name, cls=PlainCommand, **options)
