@@ -72,9 +72,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Many requests over one stream."""
         async with (
             SessionRun(self._serving, self._limits, request_iterator, context.time_remaining) as session,
-            aclosing(session.batches()) as batches,
+            aclosing(session.messages()) as messages,
         ):
-            async for events in batches:
+            async for events in messages:
                 yield generation_pb2.SessionResponse(events=events)
 
 

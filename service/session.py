@@ -20,12 +20,12 @@ from google.rpc import status_pb2
 from headrace.engine import FieldViolation, UnreadPool
 from headrace.service.admission import Encoded, admit, encode, parse
 from headrace.service.auth import no_longer_welcome
-from headrace.service.batch import Batch
 from headrace.service.ended_labels import EndedLabels
 from headrace.service.event_log import EventLog
 from headrace.service.identity import current_caller
 from headrace.service.limits import MAX_REQUEST_ID_LEN, Limits
 from headrace.service.live import Live
+from headrace.service.next_message import NextMessage
 from headrace.service.resumable import CANCELLED_DETACHED
 from headrace.service.serving import Serving, closed
 from headrace.service.status import (
@@ -110,26 +110,26 @@ class SessionRun:
         self._encodings.clear()
         self._unread.close()
 
-    async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
+    async def messages(self) -> AsyncGenerator[list[GenerationEvent], None]:
         """Everything that the client is told, until its half-close and the end of the last request.
 
         Raises:
             RpcFailure: INVALID_ARGUMENT, the client broke the protocol; UNAVAILABLE, the server goes down;
                 RESOURCE_EXHAUSTED, the client reads too slowly.
         """
-        batch = Batch()
+        message = NextMessage()
         with self._serving.on_close(self._wake.set):
             while True:
                 while self._ready:
                     since_s, source = self._ready.popleft()
                     self._check_reader(since_s)
                     for event in self._taken(source):
-                        batch.add(event)
-                        if batch.is_full:
-                            yield batch.handed_over()
+                        message.add(event)
+                        if message.is_full:
+                            yield message.handed_over()
                     self._has_room.set()
-                if batch.events:
-                    yield batch.handed_over()
+                if message.events:
+                    yield message.handed_over()
                     continue  # meanwhile there may be more
                 if self._cut_by is not None:
                     raise self._cut_by

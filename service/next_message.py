@@ -10,8 +10,8 @@ _FULL_BYTES = 65_536
 """A message takes no further event once it is so large."""
 
 
-class Batch:
-    """The events of the next message."""
+class NextMessage:
+    """The events that go into the next message of a stream."""
 
     def __init__(self) -> None:
         self.events: list[GenerationEvent] = []
