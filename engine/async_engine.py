@@ -270,9 +270,11 @@ class AsyncEngine:
                 self._publish(self._core.fail_all(_stopped()))
             plans = self._plan()
             if not plans and not self._core.num_under_way:
-                if self._config.check_integrity:
-                    self._core.check_integrity()
                 self._wake.clear()
+                if self._config.check_integrity:
+                    # Whoever has just been told of an end hears of it first: a large pool takes a while.
+                    await asyncio.sleep(0)
+                    self._core.check_integrity()
                 await self._rest()
                 continue
             result = await loop.run_in_executor(self._executor, self._barrier.advance, *plans)
