@@ -75,7 +75,7 @@ class TokenStream:
         self._pool: UnreadPool | None = None
         self._num_open = num_sequences
         self._slot: list[OutputEvent] = []
-        self._ready = asyncio.Event()
+        self._awaited: asyncio.Future[None] | None = None
         self._listener: Callable[[TokenStream], None] | None = None
         self._is_joining = True
 
@@ -95,7 +95,8 @@ class TokenStream:
         elif isinstance(event, FailureEvent):
             self._num_open = 0
             self.has_failed = True
-        self._ready.set()
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
         # Of a failure its reader wants to know even if he has no room for what stands before it.
         if (was_empty or self.has_failed) and self._listener is not None:
             self._listener(self)
@@ -137,7 +138,7 @@ class TokenStream:
         if most_tokens is None:
             events, self._slot = self._slot, []
             self._count(-self.num_unread_tokens, -self.num_unread_bytes)
-            if self._is_joining:
+            if self._is_joining and len(events) > 1:
                 events = _joined(events)
         else:
             num_tokens = num_events = 0
@@ -151,8 +152,6 @@ class TokenStream:
             for event in events:
                 taken_tokens, taken_bytes = _size(event)
                 self._count(-taken_tokens, -taken_bytes)
-        if not self._slot:
-            self._ready.clear()
         self._tell_room()
         return events
 
@@ -180,9 +179,12 @@ class TokenStream:
             on_ready(self)
 
     async def __aiter__(self) -> AsyncIterator[OutputEvent]:
-        """Yield events until the last one."""
+        """Yield events until the last one, to one reader at a time."""
         while not self.is_finished or self._slot:
-            await self._ready.wait()
+            if not self._slot:
+                # For one reader a future does what an event does for many, in half the time.
+                self._awaited = asyncio.get_running_loop().create_future()
+                await self._awaited
             for event in self.take():
                 yield event
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from headrace.engine import TokenEvent, Tokenizer, TokenLogprob, TokenLogprobs
 from headrace.v1 import generation_pb2 as pb
@@ -11,11 +11,14 @@ MAX_TOLD_AT_ONCE = 4096
 """Logprobs of one message: it stays far below the longest one, and is made within some milliseconds."""
 
 
-def pieces(event: TokenEvent) -> Iterator[TokenEvent]:
+def pieces(event: TokenEvent) -> Iterable[TokenEvent]:
     """`event` as events of at most `MAX_TOLD_AT_ONCE` logprobs each; most often it is the only one."""
     if _num_logprobs(event.prompt_logprobs) + _num_logprobs(event.logprobs) <= MAX_TOLD_AT_ONCE:
-        yield event
-        return
+        return (event,)
+    return _cut(event)
+
+
+def _cut(event: TokenEvent) -> Iterator[TokenEvent]:
     for told in _runs(event.prompt_logprobs):
         yield TokenEvent(event.index, (), "", prompt_logprobs=told)
     first, *others = [*_runs(event.logprobs)] or [()]
