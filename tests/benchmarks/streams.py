@@ -10,7 +10,8 @@ streams / step. Where the front end can't keep up, several tokens wait for each 
 message: `tokens/msg` rises instead of the delay.
 
 `tax` is a real model's tokens per second, end to end over gRPC and from the bare engine, each in a process
-of its own; their quotient is what the front end, and a client on the same machine, leave of it.
+of its own, in turn; their quotient is what the front end, and a client on the same machine, leave of it. The
+CPU time of the thread that the event loop runs in, and of the client, says who takes it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -171,72 +174,141 @@ def _cpu_s(process: psutil.Process) -> float:
 # ---- the tax of a real model ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What one run of all requests together came to.
+
+    Args:
+        loop_ms, client_ms: CPU time for 1,000 tokens of the thread that the event loop and the engine's
+            bookkeeping have to themselves, and of the client.
+    """
+
+    tokens_per_s: float
+    loop_ms: float
+    client_ms: float = 0.0
+
+
 async def measure_tax(arguments: argparse.Namespace) -> None:
-    """Print a line for each number of streams."""
-    print(f"{'streams':>7} {'engine alone':>16} {'over gRPC':>16} {'left':>6}")
+    """Print a line for each number of streams and way."""
+    print(
+        f"{'streams':>7} {'way':9} {'engine alone':>14} {'over gRPC':>14} {'left':>6} "
+        f"{'loop CPU alone':>15} {'over gRPC':>13} {'client CPU':>13}"
+    )
     for num_streams in arguments.streams:
         flags = (f"--model={arguments.model}", f"--dtype={arguments.dtype}", f"--max-num-seqs={num_streams}")
-        alone, over_grpc = [], []
-        for _ in range(arguments.repeats):
-            alone.append(await _engine_alone(flags, num_streams, arguments.tokens))
-            over_grpc.append(await _over_grpc(flags, num_streams, arguments.tokens))
-        quotient = statistics.median(over_grpc) / statistics.median(alone)
-        print(
-            f"{num_streams:7} {statistics.median(alone):12,.1f} t/s "
-            f"{statistics.median(over_grpc):12,.1f} t/s {quotient:6.3f}",
-            flush=True,
-        )
+        for way, runs in (await _runs_in_turn(flags, num_streams, arguments)).items():
+            alone, over = zip(*runs, strict=True)
+            left = statistics.median(o.tokens_per_s / a.tokens_per_s for a, o in runs)
+            print(
+                f"{num_streams:7} {way:9} {statistics.median(a.tokens_per_s for a in alone):10,.1f} t/s "
+                f"{statistics.median(o.tokens_per_s for o in over):10,.1f} t/s {left:6.3f} "
+                f"{statistics.median(a.loop_ms for a in alone):9.1f} ms/1k "
+                f"{statistics.median(o.loop_ms for o in over):7.1f} ms/1k "
+                f"{statistics.median(o.client_ms for o in over):7.1f} ms/1k",
+                flush=True,
+            )
 
 
-async def _engine_alone(flags: Sequence[str], num_streams: int, max_tokens: int) -> float:
+async def _runs_in_turn(
+    flags: Sequence[str], num_streams: int, arguments: argparse.Namespace
+) -> dict[str, list[tuple[Pace, Pace]]]:
+    """Runs over gRPC by way, each with the one of the bare engine just before it.
+
+    Both programs stay up and take turns: a machine that is slower for a while is so for both.
+    """
+    runs: dict[str, list[tuple[Pace, Pace]]] = {way: [] for way in arguments.ways}
+    with tempfile.TemporaryDirectory() as folder:
+        async with (
+            _engine_alone(flags) as run_alone,
+            server_process("serve", Path(folder) / "r.json", *flags, module="headrace.service") as server,
+        ):
+            await server.until_health(SERVING)
+            await run_alone(num_streams, 8)
+            await _pace_over_grpc("generate", server, num_streams, max_tokens=8)
+            for _ in range(arguments.repeats):
+                alone = await run_alone(num_streams, arguments.tokens)
+                for way in arguments.ways:
+                    over = await _pace_over_grpc(way, server, num_streams, arguments.tokens)
+                    runs[way].append((alone, over))
+    return runs
+
+
+async def _pace_over_grpc(way: str, server: ServerProcess, num_streams: int, max_tokens: int) -> Pace:
+    process, us, tally = psutil.Process(server.process.pid), psutil.Process(), Tally()
+    before_s, our_before_s, began_s = _loop_cpu_s(process), _cpu_s(us), time.monotonic()
+    await WAYS[way](server.generation, [start_of(n, max_tokens) for n in range(num_streams)], tally)
+    took_s = time.monotonic() - began_s
+    assert tally.num_tokens == num_streams * max_tokens, "tokens were lost"
+    return Pace(
+        tally.num_tokens / took_s,
+        1e6 * (_loop_cpu_s(process) - before_s) / tally.num_tokens,
+        1e6 * (_cpu_s(us) - our_before_s) / tally.num_tokens,
+    )
+
+
+def _loop_cpu_s(process: psutil.Process) -> float:
+    """Of its main thread."""
+    return sum(times.user_time + times.system_time for times in process.threads() if times.id == process.pid)
+
+
+@asynccontextmanager
+async def _engine_alone(flags: Sequence[str]) -> AsyncIterator[Callable[[int, int], Awaitable[Pace]]]:
+    """An engine in a process of its own, which runs so many requests of so many tokens each time it is told
+    to."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", MODULE, "engine", str(num_streams), str(max_tokens), *flags),
+        *(sys.executable, "-m", MODULE, "engine", *flags),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    written, _ = await process.communicate()
-    return float(json.loads(written))
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told, heard = process.stdin, process.stdout
+
+    async def run(num_streams: int, max_tokens: int) -> Pace:
+        told.write(f"{num_streams} {max_tokens}\n".encode())
+        return Pace(*json.loads(await heard.readline()))
+
+    try:
+        yield run
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
-async def _over_grpc(flags: Sequence[str], num_streams: int, max_tokens: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        ready_file = Path(folder) / "ready.json"
-        async with server_process("serve", ready_file, *flags, module="headrace.service") as server:
-            await server.until_health(SERVING)
-            await _generate_all(server, num_streams, max_tokens=8)
-            return await _generate_all(server, num_streams, max_tokens)
-
-
-async def _generate_all(server: ServerProcess, num_streams: int, max_tokens: int) -> float:
-    """Tokens per second of all requests together."""
-    tally = Tally()
-    began_s = time.monotonic()
-    await by_generate(server.generation, [start_of(n, max_tokens) for n in range(num_streams)], tally)
-    assert tally.num_tokens == num_streams * max_tokens, "tokens were lost"
-    return tally.num_tokens / (time.monotonic() - began_s)
-
-
-async def engine_alone(num_streams: int, max_tokens: int, flags: Sequence[str]) -> None:
-    """Print the tokens per second of an engine that nothing stands in front of."""
+async def engine_alone(flags: Sequence[str]) -> None:
+    """For each line on stdin, a number of streams and of tokens, print the pace of an engine that nothing
+    stands in front of."""
     config = load_config(flags)
     model = model_from_files(config, lambda stage, done, total: None)
+    numbers = count()
 
-    async def one(engine: AsyncEngine, number: int, most_tokens: int) -> int:
-        start = start_of(number, most_tokens)
+    async def one(engine: AsyncEngine, number: int, max_tokens: int) -> int:
         request = Request(
-            request_id=RequestId(f"{start.request_id}-{most_tokens}"),
-            prompt_token_ids=tuple(start.token_ids.ids),
+            request_id=RequestId(f"r{next(numbers)}"),
+            prompt_token_ids=tuple(start_of(number, max_tokens).token_ids.ids),
             sampling=SamplingParams(temperature=0.0),
-            stop=StopConditions(max_tokens=most_tokens, ignore_eos=True),
+            stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         )
         told = [event async for event in engine.submit(request) if isinstance(event, TokenEvent)]
         return sum(len(event.token_ids) for event in told)
 
     async with AsyncEngine(model, config.engine_config(Path(config.model))) as engine:
-        await asyncio.gather(*(one(engine, n, 8) for n in range(num_streams)))
-        began_s = time.monotonic()
-        num_tokens = sum(await asyncio.gather(*(one(engine, n, max_tokens) for n in range(num_streams))))
-        print(json.dumps(num_tokens / (time.monotonic() - began_s)))
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            num_streams, max_tokens = map(int, line.split())
+            began_s, cpu_before_s = time.monotonic(), time.thread_time()
+            # The first begins a step alone, as of requests that don't come all at the same moment.
+            running = [asyncio.create_task(one(engine, 0, max_tokens))]
+            for _ in range(2):  # it is submitted; the engine takes it up
+                await asyncio.sleep(0)
+            running += [asyncio.create_task(one(engine, n, max_tokens)) for n in range(1, num_streams)]
+            num_tokens = sum(await asyncio.gather(*running))
+            pace = Pace(
+                num_tokens / (time.monotonic() - began_s),
+                1e6 * (time.thread_time() - cpu_before_s) / num_tokens,
+            )
+            print(json.dumps([pace.tokens_per_s, pace.loop_ms]), flush=True)
 
 
 def clock_server(step_ms: float, flags: Sequence[str]) -> int:
@@ -253,9 +325,9 @@ def main() -> None:
     match sys.argv[1:]:
         case [clock, *flags] if clock.startswith("clock:"):
             sys.exit(clock_server(float(clock.removeprefix("clock:")), flags))
-        case ["engine", num_streams, max_tokens, *flags]:
+        case ["engine", *flags]:
             let_threads_sleep()
-            asyncio.run(engine_alone(int(num_streams), int(max_tokens), flags))
+            asyncio.run(engine_alone(flags))
             return
     parser = argparse.ArgumentParser("python -m tests.benchmarks.streams", description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=["load", "tax"], default="load")
