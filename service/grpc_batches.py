@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -31,7 +30,10 @@ def mend_batches() -> bool:
         return True
 
     def mended(call: Any, operations: tuple[Any, ...], loop: asyncio.AbstractEventLoop) -> Awaitable[None]:
-        return _Batch(loop).begun(lambda batch: execute(call, operations, batch))
+        batch = _Batch(loop)
+        batch.execution = execute(call, operations, batch)
+        batch.execution.send(None)
+        return batch.over
 
     mended.is_mended = True  # type: ignore[attr-defined]
     cygrpc.execute_batch = mended
@@ -39,20 +41,21 @@ def mend_batches() -> bool:
 
 
 class _Batch:
-    """Operations of one call that are under way. To gRPC's own code it is both the loop and the future."""
+    """Operations of one call that are under way. To gRPC's own code it is both the loop and the future.
 
-    __slots__ = ("_execution", "_loop", "_over")
+    Args:
+        loop: whose thread they are begun in.
+
+    `execution` is what has begun them; `over` is set once they have ended, and may be awaited or not. There
+    is one for each message: few steps, all of them short.
+    """
+
+    __slots__ = ("_loop", "execution", "over")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._over = loop.create_future()
-        self._execution: Coroutine[Any, Any, None] | None = None
-
-    def begun(self, execute: Callable[[_Batch], Coroutine[Any, Any, None]]) -> Awaitable[None]:
-        """Begin it; its end is to be awaited, or not."""
-        self._execution = execute(self)
-        self._execution.send(None)
-        return self._over
+        self.over: asyncio.Future[None] = loop.create_future()
+        self.execution: Coroutine[Any, Any, None]
 
     def create_future(self) -> _Batch:
         """What `execute` waits for."""
@@ -81,14 +84,14 @@ class _Batch:
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _end(self, error: BaseException | None) -> None:
-        execution, self._execution = self._execution, None
-        assert execution is not None, "operations end once"
-        with suppress(StopIteration):
+        over = self.over
+        try:
             # It goes on as if they had succeeded, so it frees what it has allocated.
-            execution.send(None)
-        if self._over.done():
-            return
-        if error is None:
-            self._over.set_result(None)
-        else:
-            self._over.set_exception(error)
+            self.execution.send(None)
+        except StopIteration:
+            if over.done():
+                return
+            if error is None:
+                over.set_result(None)
+            else:
+                over.set_exception(error)
