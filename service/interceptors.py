@@ -255,8 +255,8 @@ def _decoded(request: Message | None) -> Message:
 async def _all_decoded(
     requests: AsyncIterable[Message | None], closed: AsyncExitStack
 ) -> AsyncIterator[Message]:
-    """The messages of a stream, up to the end of `closed`. Left in the middle, gRPC's own iterator and the
-    call would keep each other for ever: the collector doesn't see into them."""
+    """The messages of a stream, up to the end of `closed`: left in the middle, gRPC's own iterator would keep
+    the call until somebody comes to clear it away."""
     received: Any = aiter(requests)
     encoded: AsyncIterator[Message | None] = await closed.enter_async_context(aclosing(received))
 

@@ -8,8 +8,9 @@ from itertools import groupby
 from statistics import median
 
 MIB = 2**20
-MOST_GROWTH = 0.01
-"""Flat is what grows by less than this over its last half, as a share of what there is."""
+MOST_GROWTH = 0.02
+"""Flat is what grows by less than this over its last half, as a share of what there is. From minute to minute
+that differs by 3 %, as more or less waits to be given back: it makes 1 % of difference in such a slope."""
 LEAST_S = 300.0
 """Before that heaps still grow to the size of their worst moments: nothing is judged."""
 
