@@ -38,6 +38,7 @@ from headrace.service.status import (
     unknown_request_id,
     unread_output,
 )
+from headrace.service.tasks import end, raise_failure
 from headrace.service.telling import RPC_ENDED, Narrator, failed, log_end, told
 from headrace.service.unsupported import unknown_fields
 from headrace.v1.generation_pb2 import (
@@ -60,7 +61,7 @@ class SessionRun:
     Args:
         serving: what answers.
         limits: bounds of the stream itself.
-        messages: the client's.
+        requests: the client's messages.
         time_remaining: time that the RPC's deadline leaves, seconds; None for no deadline.
     """
 
@@ -68,12 +69,12 @@ class SessionRun:
         self,
         serving: Serving,
         limits: Limits,
-        messages: AsyncIterator[SessionRequest],
+        requests: AsyncIterator[SessionRequest],
         time_remaining: Callable[[], float | None],
     ) -> None:
         self._serving = serving
         self._limits = limits
-        self._messages = messages
+        self._requests = requests
         self._time_remaining = time_remaining
         self._caller = current_caller()
         self._resumables = serving.resumables
@@ -101,10 +102,7 @@ class SessionRun:
     ) -> None:
         # The engine first: whatever becomes of the tasks, its slots and blocks are given back.
         self._let_go(RPC_ENDED)
-        tasks = [*self._tasks, *self._encodings]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks, *self._encodings)
         # What leads back here is let go, or the call and all its memory would wait for the collector.
         self._tasks.clear()
         self._encodings.clear()
@@ -133,23 +131,13 @@ class SessionRun:
                     continue  # meanwhile there may be more
                 if self._cut_by is not None:
                     raise self._cut_by
-                self._check_tasks()
+                raise_failure(self._tasks)
                 if not self._live and self._tasks[0].done():
                     return
                 if not self._live and self._serving.is_closed:
                     raise closed()
                 await self._wake.wait()
                 self._wake.clear()
-
-    def _check_tasks(self) -> None:
-        """Raise what reading or admitting has ended with."""
-        for task in self._tasks:
-            if task.done():
-                try:
-                    task.result()
-                finally:
-                    # It keeps what it raises, which would lead back to it through this frame.
-                    del task
 
     def _taken(self, source: Live | GenerationEvent) -> Iterator[GenerationEvent]:
         """One by one: who has much to tell lets others have their turn between two messages."""
@@ -216,25 +204,25 @@ class SessionRun:
             raise slow_reader("what is ready has not been read", self._limits.slow_reader_s, "read faster")
 
     async def _read(self) -> None:
-        async for message in self._messages:
+        async for request in self._requests:
             # Who sends without reading is made to wait: what he has coming is kept for him, within bounds.
             while self._is_behind():
                 self._has_room.clear()
                 await self._has_room.wait()
             if self._cut_by is not None:
                 return
-            unknown = tuple(unknown_fields(message))
-            match message.WhichOneof("action"):
+            unknown = tuple(unknown_fields(request))
+            match request.WhichOneof("action"):
                 case "start":
-                    self._start(message.start, unknown)
+                    self._start(request.start, unknown)
                 case "cancel":
-                    self._act(message.cancel, unknown, lambda action: self.cancel(action.request_id))
+                    self._act(request.cancel, unknown, lambda action: self.cancel(action.request_id))
                 case "grant_credit":
-                    self._act(message.grant_credit, unknown, self._grant)
+                    self._act(request.grant_credit, unknown, self._grant)
                 case "resume":
-                    self._act(message.resume, unknown, self._resume)
+                    self._act(request.resume, unknown, self._resume)
                 case "acknowledge":
-                    self._act(message.acknowledge, unknown, self._acknowledge)
+                    self._act(request.acknowledge, unknown, self._acknowledge)
                 case _:
                     raise invalid(
                         *unknown,
@@ -280,11 +268,9 @@ class SessionRun:
         self._admissions.put_nowait((live, encoding, num_bytes))
 
     def _is_behind(self) -> bool:
-        limits = self._limits
-        num_items = max(len(self._ready), self._admissions.qsize())
-        return (
-            num_items > limits.max_session_backlog or self._backlog_bytes > limits.max_session_backlog_bytes
-        )
+        num_items, limits = max(len(self._ready), self._admissions.qsize()), self._limits
+        is_large = self._backlog_bytes > limits.max_session_backlog_bytes
+        return is_large or num_items > limits.max_session_backlog
 
     async def _admit_in_order(self) -> None:
         while True:

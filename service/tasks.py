@@ -30,6 +30,21 @@ async def end(*tasks: asyncio.Future[Any] | None) -> None:
     await asyncio.gather(*begun, return_exceptions=True)
 
 
+def raise_failure(tasks: list[asyncio.Task[Any]]) -> None:
+    """Raise what one of them has ended with, if any has failed.
+
+    Args:
+        tasks: a list that its owner empties: this frame, which the failure leads to, holds it.
+    """
+    for task in tasks:
+        if task.done():
+            try:
+                task.result()
+            finally:
+                # It keeps what it raises, and would be held by it through this frame.
+                del task
+
+
 def _tell_fault(task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:

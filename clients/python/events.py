@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 
 from headrace.clients.latency import LatencyStatus
@@ -267,8 +267,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """Token ids of a text; when asked for, `tokens` has the vocabulary's own spellings, and `texts` what each
-    token is alone: where its bytes are no whole character, U+FFFD in their place."""
+    """Token ids of a text; when asked for, how the vocabulary spells them, and the text of each alone."""
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...] = ()
@@ -319,17 +318,7 @@ class StepTotals:
     def since(self, earlier: StepTotals) -> StepTotals:
         """What was added after `earlier`."""
         return StepTotals(
-            num_steps=self.num_steps - earlier.num_steps,
-            num_rows=self.num_rows - earlier.num_rows,
-            num_prefill_tokens=self.num_prefill_tokens - earlier.num_prefill_tokens,
-            num_decode_tokens=self.num_decode_tokens - earlier.num_decode_tokens,
-            num_preemptions=self.num_preemptions - earlier.num_preemptions,
-            num_kv_slots_allocated=self.num_kv_slots_allocated - earlier.num_kv_slots_allocated,
-            num_kv_slots_used=self.num_kv_slots_used - earlier.num_kv_slots_used,
-            step_s=self.step_s - earlier.step_s,
-            num_output_tokens=self.num_output_tokens - earlier.num_output_tokens,
-            num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens - earlier.num_accepted_tokens,
+            *(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True))
         )
 
 

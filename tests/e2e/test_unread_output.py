@@ -117,16 +117,16 @@ async def test_of_a_stream_that_is_cut_those_go_on_that_may_be_resumed() -> None
 
 
 async def test_what_is_ready_and_not_fetched_for_long_cuts_the_stream_however_steadily_it_trickles() -> None:
-    async def messages() -> AsyncIterator[SessionRequest]:
+    async def requests() -> AsyncIterator[SessionRequest]:
         yield SessionRequest(start=make_start("a"))
         await asyncio.Event().wait()
 
     async with running_service() as service:
         # Nothing may wait at all: whoever takes his time is too slow.
-        run = SessionRun(service.serving, Limits(slow_reader_s=0.0), messages(), lambda: None)
+        run = SessionRun(service.serving, Limits(slow_reader_s=0.0), requests(), lambda: None)
         async with run:
             with pytest.raises(RpcFailure) as cut:
-                async for _ in run.batches():
+                async for _ in run.messages():
                     pass
         await service.engine.wait_idle()
     assert (cut.value.code, cut.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import structlog
 
-from headrace.service.tasks import begin, end
+from headrace.service.tasks import begin, end, raise_failure
 
 
 async def test_who_ends_a_task_waits_until_it_has_cleaned_up() -> None:
@@ -39,3 +40,15 @@ async def test_a_fault_is_told_when_it_happens_and_not_raised_at_the_end() -> No
         ]
         await end(task)
     assert "tell-nobody" not in str(logs)
+
+
+async def test_the_failure_of_one_task_is_raised_once_it_has_ended() -> None:
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    tasks = [asyncio.create_task(asyncio.Event().wait()), asyncio.create_task(fail())]
+    raise_failure(tasks)
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(ValueError, match="broken"):
+        raise_failure(tasks)
+    await end(*tasks)
