@@ -3,6 +3,7 @@
 // its name.
 #include "attention.h"
 
+#include "attention_avx2.h"
 #include "attention_math.h"
 #include "variant.h"
 
@@ -24,6 +25,34 @@ struct TileRows {
   int first = 0, last = 0;  // seen positions, from the tile's begin; empty where first >= last
   const char* keys[kTile];
   const char* values[kTile];
+  // Instead, where the item's rows are few, each quad, in bytes from the cache's begin. For one that is not seen stands
+  // one of its unit that is: what is hidden there has scores, too, but no weight.
+  int64_t quads[kTile / kQuad];
+  int first_head, num_heads;
+  bool is_few;
+};
+
+// A unit of a tile with few rows: first the keys of all its units and heads, then their values.
+struct UnitCursor {
+  const TileRows* rows = nullptr;  // null: nothing is known
+  int unit = 0, head = 0;
+  bool is_values = false;
+
+  void begin(const TileRows* tile) {
+    const bool has_units = tile->is_few && tile->first < tile->last;
+    *this = UnitCursor();
+    if (has_units) rows = tile, unit = tile->first / kUnit;
+  }
+  // Past the tile's last one comes `next_tile`, if any.
+  void advance(const TileRows* next_tile) {
+    if (++head < rows->num_heads) return;
+    head = 0;
+    if (++unit * kUnit < rows->last) return;
+    unit = rows->first / kUnit;
+    if (!is_values) is_values = true;
+    else if (next_tile && next_tile != rows) begin(next_tile);
+    else rows = nullptr;
+  }
 };
 
 // One softmax tile of a few queries.
@@ -72,13 +101,15 @@ class Worker {
     take(&rows_[1], 1);
     take(&ahead_, 1);
     take(&packed_, int64_t(kTile) * num_units_);
-    take(&scores_, int64_t(kMaxGroup) * kTile);
+    take(&scores_, larger(int(item_rows), kMaxGroup) * int64_t(kTile));
     take(&probs_, int64_t(kMaxGroup) * kTile);
     take(&queries_, item_rows * call.head_dim);
     // Whole vectors are read from any row on.
     take(&greatest_, item_rows + kLanes);
     take(&totals_, item_rows + kLanes);
     take(&sums_, larger(int(item_rows), kMaxGroup) * int64_t(width_));
+    take(&tile_sums_, item_rows * width_);
+    take(&factors_, call.num_kv_heads);
   }
 
   size_t scratch_bytes() const { return size_t(used_bytes_); }
@@ -90,7 +121,8 @@ class Worker {
     int index = take_item();
     if (index >= call_.num_items) return;
     ahead_->clear();
-    find_rows(call_.items[index], 0, rows_[0]);
+    find_rows(call_.items[index], 0, rows_[0], false);
+    begin_coming();
     while (index < call_.num_items) {
       const int next = take_item();
       run_item(call_.items[index], next < call_.num_items ? &call_.items[next] : nullptr);
@@ -115,13 +147,27 @@ class Worker {
     return call_.window ? larger(0, last_seen(row, query) - call_.window) : 0;
   }
 
-  // Where a tile lies; its memory will be fetched ahead.
-  void find_rows(const Item& item, int tile, TileRows* rows) {
+  bool is_few(const Item& item) const {
+#if defined(HEADRACE_AVX2_ONLY)
+    return item.num_queries * group_size_ <= kMostFewRows && call_.block_size % kQuad == 0 &&
+           call_.head_dim % 8 == 0 && head_bytes_ <= kMostFewHeadBytes;
+#else
+    (void)item;
+    return false;
+#endif
+  }
+
+  // Where a tile lies. Its memory will be fetched ahead: unit by unit where it and the tile before are of few rows.
+  void find_rows(const Item& item, int tile, TileRows* rows, bool is_after_few) {
+    rows->is_few = is_few(item);
+    rows->first_head = item.first_head;
+    rows->num_heads = item.num_heads;
     const int begin = (item.first_tile + tile) * kTile;
     rows->first = larger(0, first_seen(item.row, item.first_query) - begin);
     rows->last = smaller(kTile, last_seen(item.row, item.first_query + item.num_queries - 1) - begin);
     if (rows->first >= rows->last) return;
     const int32_t* blocks = call_.block_table + int64_t(item.row) * call_.table_width;
+    if (rows->is_few) return find_quads(item, begin, blocks, rows, is_after_few);
     const int end = int(round_up(rows->last, 2 * kLanes));
     for (int t = rows->first / (2 * kLanes) * (2 * kLanes); t < rows->first; ++t) rows->keys[t] = rows->values[t] = zeros_;
     int block = (begin + rows->first) / call_.block_size, offset = (begin + rows->first) % call_.block_size;
@@ -135,6 +181,19 @@ class Worker {
       }
     }
     for (int t = rows->last; t < end; ++t) rows->keys[t] = rows->values[t] = zeros_;
+  }
+
+  void find_quads(const Item& item, int begin, const int32_t* blocks, TileRows* rows, bool is_after_few) {
+    const int first = rows->first / kQuad, last = (rows->last + kQuad - 1) / kQuad;
+    const int quads_per_block = call_.block_size / kQuad;
+    int block = (begin / kQuad + first) / quads_per_block, offset = (begin / kQuad + first) % quads_per_block;
+    for (int q = first; q < last; ++q) {
+      rows->quads[q] = (int64_t(blocks[block]) * call_.block_size + offset * kQuad) * token_bytes_;
+      if (!is_after_few) ask_for(item, rows->quads[q], kQuad);
+      if (++offset == quads_per_block) ++block, offset = 0;
+    }
+    for (int q = first / kUnitQuads * kUnitQuads; q < first; ++q) rows->quads[q] = rows->quads[first];
+    for (int q = last; q % kUnitQuads; ++q) rows->quads[q] = rows->quads[last - 1];
   }
 
   void ask_for(const Item& item, int64_t place, int num_tokens) {
@@ -153,12 +212,17 @@ class Worker {
       for (int i = 0; i < item.num_heads * num_rows; ++i) greatest_[i] = kMinusInfinity, totals_[i] = 0.f;
       std::memset(sums_, 0, size_t(item.num_heads) * size_t(num_rows) * size_t(width_) * 4);
     }
+    const bool has_few_rows = is_few(item);
     for (int tile = 0; tile < item.num_tiles; ++tile) {
       TileRows* next = rows_[1];
       ahead_->clear();
-      if (tile + 1 < item.num_tiles) find_rows(item, tile + 1, next);
-      else if (next_item) find_rows(*next_item, 0, next);
-      for (int h = 0; h < item.num_heads; ++h) run_tile(item, tile, h, num_rows);
+      if (tile + 1 < item.num_tiles) find_rows(item, tile + 1, next, has_few_rows);
+      else if (next_item) find_rows(*next_item, 0, next, has_few_rows);
+      else next->first = next->last = 0;
+      if (!has_few_rows) coming_ = UnitCursor();
+      else if (!coming_.rows) coming_.begin(next);
+      if (has_few_rows) run_tile_of_few(item, tile, num_rows);
+      else for (int h = 0; h < item.num_heads; ++h) run_tile(item, tile, h, num_rows);
       while (!ahead_->is_done()) ahead_->fetch_lines<4>();
       rows_[1] = rows_[0];
       rows_[0] = next;
@@ -211,7 +275,8 @@ class Worker {
       Softmax softmax;
       for (int i = 0; i < count; ++i) {
         const int query = item.first_query + (r + i) / group_size_;
-        normalise(i, first, last, first_seen(item.row, query) - begin, last_seen(item.row, query) - begin, &softmax);
+        normalise(scores_ + i * kTile, probs_ + i * kTile, i, first, last, first_seen(item.row, query) - begin,
+                  last_seen(item.row, query) - begin, &softmax);
       }
       for (int i = count; i < kLanes; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
       if (raw) {
@@ -225,6 +290,124 @@ class Worker {
       }
     }
   }
+
+  // One tile of all the item's heads, each of few rows: all scores, then all values.
+  void run_tile_of_few(const Item& item, int tile, int num_rows) {
+#if defined(HEADRACE_AVX2_ONLY)
+    switch (num_rows) {
+      case 1: return run_tile_of<1>(item, tile);
+      case 2: return run_tile_of<2>(item, tile);
+      case 3: return run_tile_of<3>(item, tile);
+      case 4: return run_tile_of<4>(item, tile);
+      case 5: return run_tile_of<5>(item, tile);
+      case 6: return run_tile_of<6>(item, tile);
+      case 7: return run_tile_of<7>(item, tile);
+      default: return run_tile_of<8>(item, tile);
+    }
+#else
+    (void)item, (void)tile, (void)num_rows;
+#endif
+  }
+
+  // The first of all units; later ones are on their way when their tile begins.
+  void begin_coming() {
+    coming_ = UnitCursor();
+#if defined(HEADRACE_AVX2_ONLY)
+    coming_.begin(rows_[0]);
+    for (int64_t bytes = 0; coming_.rows && bytes < kBytesAhead; bytes += kUnit * head_bytes_)
+      next_coming(nullptr).fetch_all(int(head_bytes_));
+#endif
+  }
+
+#if defined(HEADRACE_AVX2_ONLY)
+  // Keys and values that are on their way while a unit is computed.
+  static constexpr int64_t kBytesAhead = 16 * 1024;
+
+  UnitPlace place_of(const UnitCursor& cursor) const {
+    const int64_t at = (cursor.rows->first_head + cursor.head) * head_bytes_;
+    const char* begin = (cursor.is_values ? call_.values : call_.keys) + at;
+    UnitPlace place;
+    for (int q = 0; q < kUnitQuads; ++q) place.quads[q] = begin + cursor.rows->quads[cursor.unit * kUnitQuads + q];
+    return place;
+  }
+
+  // What to fetch while the next unit is computed. The heads of a unit share its tokens' memory out between them, each
+  // a run of it.
+  Coming next_coming(const TileRows* next_tile) {
+    Coming coming;
+    const int num_runs = int(kUnit * head_bytes_ / Coming::kRunBytes);
+    if (!coming_.rows) {
+      for (int i = 0; i < num_runs; ++i) coming.run(i) = reinterpret_cast<const char*>(scores_);
+      return coming;
+    }
+    const TileRows& rows = *coming_.rows;
+    const char* begin = (coming_.is_values ? call_.values : call_.keys) + rows.first_head * head_bytes_;
+    const int64_t* quads = rows.quads + coming_.unit * kUnitQuads;
+    // Pieces that lie in one: quads of all heads, or tokens of some.
+    const bool is_whole = rows.num_heads == call_.num_kv_heads;
+    const int piece_bytes = int(is_whole ? kQuad * token_bytes_ : rows.num_heads * head_bytes_);
+    int at = coming_.head * num_runs * Coming::kRunBytes, piece = at / piece_bytes;
+    at -= piece * piece_bytes;
+    for (int i = 0; i < num_runs; ++i) {
+      coming.run(i) = begin + at + (is_whole ? quads[piece] : quads[piece / kQuad] + piece % kQuad * token_bytes_);
+      for (at += Coming::kRunBytes; at >= piece_bytes; at -= piece_bytes) ++piece;
+    }
+    coming_.advance(next_tile);
+    return coming;
+  }
+
+  template <int R>
+  void run_tile_of(const Item& item, int tile) {
+    const TileRows& rows = *rows_[0];
+    const int begin = (item.first_tile + tile) * kTile;
+    const auto raw = [&](int h) {
+      return part(call_.splits[item.split], item.first_tile + tile, item.first_head + h, R);
+    };
+    if (rows.first >= rows.last) {
+      for (int h = 0; item.split >= 0 && h < item.num_heads; ++h) clear_part(raw(h), R, 0, R);
+      return;
+    }
+    UnitCursor cursor;
+    cursor.begin(&rows);
+    for (; !cursor.is_values; cursor.advance(nullptr))
+      score_unit<Stored, R>(queries_ + int64_t(cursor.head) * R * call_.head_dim, call_.head_dim, place_of(cursor),
+                            token_bytes_, scores_ + cursor.head * R * kTile + cursor.unit * kUnit,
+                            next_coming(rows_[1]));
+    for (int h = 0; h < item.num_heads; ++h) {
+      Softmax softmax;
+      for (int i = 0; i < R; ++i) {
+        const int query = item.first_query + i / group_size_;
+        float* scores = scores_ + (h * R + i) * kTile;
+        normalise(scores, scores, i, rows.first, rows.last, first_seen(item.row, query) - begin,
+                  last_seen(item.row, query) - begin, &softmax);
+      }
+      for (int i = R; i < kLanes; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
+      if (item.split < 0) {
+        factors_[h] = merge(softmax, greatest_ + h * R, totals_ + h * R);
+      } else {
+        std::memcpy(raw(h), softmax.greatest, R * 4);
+        std::memcpy(raw(h) + R, softmax.total, R * 4);
+      }
+    }
+    const auto tile_sums = [&](int h) {
+      return item.split < 0 ? tile_sums_ + int64_t(h) * R * width_ : raw(h) + 2 * R;
+    };
+    for (int h = 0; h < item.num_heads; ++h) std::memset(tile_sums(h), 0, size_t(R) * size_t(width_) * 4);
+    for (; cursor.rows; cursor.advance(nullptr)) {
+      const int unit_begin = cursor.unit * kUnit;
+      weigh_unit<Stored, R>(scores_ + cursor.head * R * kTile + unit_begin, call_.head_dim,
+                            larger(0, rows.first - unit_begin), smaller(kUnit, rows.last - unit_begin),
+                            place_of(cursor), token_bytes_, tile_sums(cursor.head), width_, next_coming(rows_[1]));
+    }
+    for (int h = 0; item.split < 0 && h < item.num_heads; ++h)
+      for (int r = 0; r < R; ++r)
+        for (int d = 0; d < width_; d += kLanes) {
+          float* out = sums_ + (int64_t(h) * R + r) * width_ + d;
+          const F16 kept = mul(load(out), splat(factors_[h].keep[r]));
+          store(out, fma(load(tile_sums(h) + r * width_ + d), splat(factors_[h].take[r]), kept));
+        }
+  }
+#endif
 
   void clear_part(float* raw, int num_rows, int r, int count) const {
     for (int i = r; i < r + count; ++i) raw[i] = kMinusInfinity, raw[num_rows + i] = 0.f;
@@ -256,8 +439,8 @@ class Worker {
   }
 
   // Scores of one query -> probabilities relative to the tile's greatest, exact zeros where it may not look.
-  void normalise(int i, int first, int last, int first_visible, int last_visible, Softmax* softmax) {
-    float* scores = scores_ + i * kTile;
+  void normalise(float* scores, Prob* probs, int i, int first, int last, int first_visible, int last_visible,
+                 Softmax* softmax) {
     const F16 scale = splat(call_.scale * kLog2E);
     F16 greatest_lanes = splat(kMinusInfinity);
     const int begin = first / (2 * kLanes) * (2 * kLanes), end = int(round_up(last, 2 * kLanes));
@@ -282,7 +465,7 @@ class Worker {
       const F16 low = exp2(sub(load(scores + t), reference));
       const F16 high = exp2(sub(load(scores + t + kLanes), reference));
       total = add(total, add(low, high));
-      Math::store_probs(low, high, probs_ + i * kTile + t);
+      Math::store_probs(low, high, probs + t);
     }
     softmax->greatest[i] = peak;
     softmax->total[i] = sum(total);
@@ -360,6 +543,9 @@ class Worker {
   float* greatest_;
   float* totals_;
   float* sums_;
+  float* tile_sums_;
+  Factors* factors_;
+  UnitCursor coming_;  // what is fetched next
 };
 
 #if defined(__AVX512BF16__)

@@ -334,6 +334,23 @@ def test_cutting_a_prompt_changes_no_bit(any_library: NativeLibrary, chunk: int,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80])
+@pytest.mark.parametrize("group_size", range(1, 10))
+def test_the_size_of_blocks_changes_no_bit(
+    library: NativeLibrary, group_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    # Keys of few rows are read from blocks of whole quads, all others are packed first.
+    rows = ((300, 1), (130, 2), (17, 1), (1, 1), (200, 40))
+    results = []
+    for block_size in (3, 4, 16):
+        shape = Shape(2 * group_size, 2, head_dim, block_size, dtype)
+        spec = spec_of(shape, window=150, soft_cap=20.0)
+        results.append(torch.cat(attend(library, make_step(shape, rows), spec)))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_writing_touches_its_slots_alone(library: NativeLibrary, dtype: torch.dtype) -> None:
     shape = Shape(dtype=dtype)
     step = make_step(shape, ((40, 7), (18, 1)))
