@@ -37,7 +37,7 @@ async def test_no_token_is_lost_or_doubled_among_clients_of_every_kind(tmp_path:
     ids=["levels off", "grows on", "too short"],
 )
 async def test_memory_that_levels_off_is_told_from_memory_that_grows(
-    growth_by_minute: tuple[float, ...], is_flat: bool | None
+    growth_by_minute: tuple[int, ...], is_flat: bool | None
 ) -> None:
     sizes = [300 + sum(growth_by_minute[:i]) for i in range(1, len(growth_by_minute) + 1)]
     growth = Growth([Look(60.0 * i, 1000 * i, size * 2**20) for i, size in enumerate(sizes)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -53,9 +54,10 @@ async def refused_by_another_service(service: RunningService) -> None:
 
 
 async def of_no_method(service: RunningService) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="Method not found"):
-        async with grpc.aio.insecure_channel(service.address) as channel:
-            await channel.unary_unary("/headrace.v1.GenerationService/Nothing")(b"")
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        unknown: Any = channel.unary_unary("/headrace.v1.GenerationService/Nothing")
+        with pytest.raises(grpc.aio.AioRpcError, match="Method not found"):
+            await unknown(b"")
 
 
 async def refused_at_the_gate(service: RunningService) -> None:
