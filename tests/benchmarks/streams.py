@@ -11,7 +11,8 @@ message: `tokens/msg` rises instead of the delay.
 
 `tax` is a real model's tokens per second, end to end over gRPC and from the bare engine, each in a process
 of its own, in turn; their quotient is what the front end, and a client on the same machine, leave of it. The
-CPU time of the thread that the event loop runs in, and of the client, says who takes it.
+quotient of the median gaps between two tokens says the same of steps that all take part in, on a machine of
+whatever moods. The CPU time of the thread that the event loop runs in, and of the client, says who takes it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import psutil
@@ -69,6 +70,7 @@ class Tally:
     Args:
         delays_s: of each message's newest token, from the end of its step, seconds.
         first_s, last_s: monotonic moments of the first and the last message, seconds.
+        eldest_s: of all messages of the first request.
     """
 
     num_tokens: int = 0
@@ -76,6 +78,7 @@ class Tally:
     delays_s: list[float] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
+    eldest_s: list[float] = field(default_factory=list)
 
     def add(self, event: GenerationEvent) -> None:
         """Count one event."""
@@ -87,6 +90,8 @@ class Tally:
         self.num_tokens += len(token_ids)
         self.num_messages += 1
         self.delays_s.append(seconds_since(token_ids[-1]))
+        if event.request_id == "r0":
+            self.eldest_s.append(self.last_s)
 
 
 def start_of(number: int, max_tokens: int, vocab_size: int = 1000) -> StartGeneration:
@@ -179,11 +184,13 @@ class Pace:
     """What one run of all requests together came to.
 
     Args:
+        gap_ms: between two tokens of the first request, the median.
         loop_ms, client_ms: CPU time for 1,000 tokens of the thread that the event loop and the engine's
             bookkeeping have to themselves, and of the client.
     """
 
     tokens_per_s: float
+    gap_ms: float
     loop_ms: float
     client_ms: float = 0.0
 
@@ -191,17 +198,19 @@ class Pace:
 async def measure_tax(arguments: argparse.Namespace) -> None:
     """Print a line for each number of streams and way."""
     print(
-        f"{'streams':>7} {'way':9} {'engine alone':>14} {'over gRPC':>14} {'left':>6} "
-        f"{'loop CPU alone':>15} {'over gRPC':>13} {'client CPU':>13}"
+        f"{'streams':>7} {'way':9} {'engine alone':>14} {'over gRPC':>14} {'left':>6} {'gap alone':>11} "
+        f"{'over gRPC':>11} {'left':>6} {'loop CPU alone':>15} {'over gRPC':>13} {'client CPU':>13}"
     )
     for num_streams in arguments.streams:
         flags = (f"--model={arguments.model}", f"--dtype={arguments.dtype}", f"--max-num-seqs={num_streams}")
         for way, runs in (await _runs_in_turn(flags, num_streams, arguments)).items():
             alone, over = zip(*runs, strict=True)
             left = statistics.median(o.tokens_per_s / a.tokens_per_s for a, o in runs)
+            gap_ms, gap_over_ms = (statistics.median(each.gap_ms for each in side) for side in (alone, over))
             print(
                 f"{num_streams:7} {way:9} {statistics.median(a.tokens_per_s for a in alone):10,.1f} t/s "
                 f"{statistics.median(o.tokens_per_s for o in over):10,.1f} t/s {left:6.3f} "
+                f"{gap_ms:8.2f} ms {gap_over_ms:8.2f} ms {gap_ms / gap_over_ms:6.3f} "
                 f"{statistics.median(a.loop_ms for a in alone):9.1f} ms/1k "
                 f"{statistics.median(o.loop_ms for o in over):7.1f} ms/1k "
                 f"{statistics.median(o.client_ms for o in over):7.1f} ms/1k",
@@ -241,9 +250,15 @@ async def _pace_over_grpc(way: str, server: ServerProcess, num_streams: int, max
     assert tally.num_tokens == num_streams * max_tokens, "tokens were lost"
     return Pace(
         tally.num_tokens / took_s,
+        _median_gap_ms(tally.eldest_s),
         1e6 * (_loop_cpu_s(process) - before_s) / tally.num_tokens,
         1e6 * (_cpu_s(us) - our_before_s) / tally.num_tokens,
     )
+
+
+def _median_gap_ms(moments_s: Sequence[float]) -> float:
+    """A machine that others use, too, takes much longer for some steps: of the median that is no part."""
+    return 1e3 * statistics.median(after - before for before, after in pairwise(moments_s))
 
 
 def _loop_cpu_s(process: psutil.Process) -> float:
@@ -284,15 +299,16 @@ async def engine_alone(flags: Sequence[str]) -> None:
     model = model_from_files(config, lambda stage, done, total: None)
     numbers = count()
 
-    async def one(engine: AsyncEngine, number: int, max_tokens: int) -> int:
+    async def one(engine: AsyncEngine, number: int, max_tokens: int) -> list[float]:
+        """The moments at which its tokens came."""
         request = Request(
             request_id=RequestId(f"r{next(numbers)}"),
             prompt_token_ids=tuple(start_of(number, max_tokens).token_ids.ids),
             sampling=SamplingParams(temperature=0.0),
             stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         )
-        told = [event async for event in engine.submit(request) if isinstance(event, TokenEvent)]
-        return sum(len(event.token_ids) for event in told)
+        stream = engine.submit(request)
+        return [time.monotonic() async for event in stream if isinstance(event, TokenEvent)]
 
     async with AsyncEngine(model, config.engine_config(Path(config.model))) as engine:
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -303,12 +319,14 @@ async def engine_alone(flags: Sequence[str]) -> None:
             for _ in range(2):  # it is submitted; the engine takes it up
                 await asyncio.sleep(0)
             running += [asyncio.create_task(one(engine, n, max_tokens)) for n in range(1, num_streams)]
-            num_tokens = sum(await asyncio.gather(*running))
+            eldest_s, *_ = await asyncio.gather(*running)
+            num_tokens = num_streams * max_tokens
             pace = Pace(
                 num_tokens / (time.monotonic() - began_s),
+                _median_gap_ms(eldest_s),
                 1e6 * (time.thread_time() - cpu_before_s) / num_tokens,
             )
-            print(json.dumps([pace.tokens_per_s, pace.loop_ms]), flush=True)
+            print(json.dumps([pace.tokens_per_s, pace.gap_ms, pace.loop_ms]), flush=True)
 
 
 def clock_server(step_ms: float, flags: Sequence[str]) -> int:
