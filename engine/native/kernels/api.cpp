@@ -68,6 +68,8 @@ struct Scratch {
 
 // Items per thread that a product is cut into: even where one core is slower.
 constexpr int64_t kRunsPerThread = 4;
+// A multiple of the rows that kernels of any instruction set compute together.
+constexpr int64_t kRowsTogether = 12;
 
 // Kept by each thread: fresh memory would be mapped and unmapped at each call.
 thread_local Scratch thread_scratch;
@@ -363,13 +365,17 @@ void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, 
   const int64_t wanted_runs = (kRunsPerThread * num_threads + num_blocks - 1) / num_blocks;
   const int64_t num_runs = std::max<int64_t>(1, std::min<int64_t>(num_panels, wanted_runs));
   const int64_t num_items = num_blocks * num_runs;
+  // Whole groups of the rows that kernels compute together.
+  const auto block_begin = [&](int64_t block) {
+    return block == num_blocks ? num_rows : num_rows * block / num_blocks / kRowsTogether * kRowsTogether;
+  };
   int32_t next_item = 0;
   in_parallel(num_items == 1 ? 1 : num_threads, [&] {
     for (;;) {
       const int64_t item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
       if (item >= num_items) return;
       const int64_t block = item / num_runs, run = item % num_runs;
-      multiply(call, num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks, num_panels * run / num_runs,
+      multiply(call, block_begin(block), block_begin(block + 1), num_panels * run / num_runs,
                num_panels * (run + 1) / num_runs);
     }
   });

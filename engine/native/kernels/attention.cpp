@@ -462,8 +462,8 @@ class Worker {
     const F16 reference = splat(peak == kMinusInfinity ? 0.f : peak);
     F16 total = splat(0.f);
     for (int t = begin; t < end; t += 2 * kLanes) {
-      const F16 low = exp2(sub(load(scores + t), reference));
-      const F16 high = exp2(sub(load(scores + t + kLanes), reference));
+      const F16 low = exp2_of_negative(sub(load(scores + t), reference));
+      const F16 high = exp2_of_negative(sub(load(scores + t + kLanes), reference));
       total = add(total, add(low, high));
       Math::store_probs(low, high, probs + t);
     }

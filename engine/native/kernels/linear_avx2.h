@@ -21,12 +21,12 @@ struct FewRows {
   static int64_t units(int64_t) { return 16; }  // of a block
   static int64_t ahead_bytes(int64_t) { return 3072; }
 };
-struct ManyRows {
+struct SomeRows {
   template <typename Math>
   static constexpr int kRows = 6;
   static constexpr int kParts = kPanel / 16;
-  static int64_t units(int64_t num_rows) { return num_rows <= 24 ? 64 : 96; }
-  static int64_t ahead_bytes(int64_t num_rows) { return units(num_rows) * kPanel * 4; }
+  static int64_t units(int64_t) { return 64; }
+  static int64_t ahead_bytes(int64_t) { return 64 * kPanel * 4; }
 };
 
 // Lines that are fetched meanwhile, so many at every kFetchUnits.
@@ -35,6 +35,48 @@ struct Coming {
   int64_t num_lines;
 };
 constexpr int64_t kFetchUnits = 8;
+
+// Adds the products of one unit, `u` of the rows, to the sums of R of them.
+template <typename Math, int R, int P>
+inline __attribute__((always_inline)) void add_unit(const char* in, int64_t row_bytes, const float* unit, int64_t u,
+                                                    __m256 (&sums)[R][P]) {
+  HEADRACE_UNROLL
+  for (int i = 0; i < Math::kInputs; ++i) {
+    // Else GCC keeps the unit for its second input, for which there are not registers enough.
+    if (i > 0) asm volatile("" : : : "memory");
+    const auto input = [&](int r) {
+      return _mm256_broadcast_ss(reinterpret_cast<const float*>(in + r * row_bytes) + u * Math::kInputs + i);
+    };
+    const auto weights = [&](int p) { return Math::weights_of(_mm256_loadu_ps(unit + p * 8), i); };
+    const auto add = [](__m256* sum, __m256 weight, __m256 number) {
+      *sum = _mm256_fmadd_ps(weight, number, *sum);
+      // Else GCC moves sums to the stack and back where it might stay in its register.
+      if (Math::kInputs > 1) asm("" : "+x"(*sum));
+    };
+    // Of inputs and weights, what there is less of is kept in registers, the other comes one by one.
+    if constexpr (R < P) {
+      __m256 kept[R];
+      HEADRACE_UNROLL
+      for (int r = 0; r < R; ++r) kept[r] = input(r);
+      HEADRACE_UNROLL
+      for (int p = 0; p < P; ++p) {
+        const __m256 other = weights(p);
+        HEADRACE_UNROLL
+        for (int r = 0; r < R; ++r) add(&sums[r][p], other, kept[r]);
+      }
+    } else {
+      __m256 kept[P];
+      HEADRACE_UNROLL
+      for (int p = 0; p < P; ++p) kept[p] = weights(p);
+      HEADRACE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256 other = input(r);
+        HEADRACE_UNROLL
+        for (int p = 0; p < P; ++p) add(&sums[r][p], kept[p], other);
+      }
+    }
+  }
+}
 
 // Adds a block's products to the sums of R rows.
 template <typename Math, int R, int P>
@@ -48,43 +90,7 @@ void add_block(const char* in, int64_t row_bytes, const float* block, int64_t nu
   for (int64_t first = 0; first < num_units; first += kFetchUnits) {
     for (int64_t i = 0; i < coming.num_lines; ++i, coming.begin += 64) prefetch(coming.begin);
     const int64_t last = first + kFetchUnits < num_units ? first + kFetchUnits : num_units;
-    for (int64_t u = first; u < last; ++u)
-      HEADRACE_UNROLL
-      for (int i = 0; i < Math::kInputs; ++i) {
-        // Else GCC keeps the unit for its second input, for which there are not registers enough.
-        if (i > 0) asm volatile("" : : : "memory");
-        const auto input = [&](int r) {
-          return _mm256_broadcast_ss(reinterpret_cast<const float*>(in + r * row_bytes) + u * Math::kInputs + i);
-        };
-        const auto weights = [&](int p) { return Math::weights_of(_mm256_loadu_ps(block + u * kPanel + p * 8), i); };
-        const auto add = [](__m256* sum, __m256 weight, __m256 number) {
-          *sum = _mm256_fmadd_ps(weight, number, *sum);
-          // Else GCC moves sums to the stack and back where it might stay in its register.
-          if (Math::kInputs > 1) asm("" : "+x"(*sum));
-        };
-        // Of inputs and weights, what there is less of is kept in registers, the other comes one by one.
-        if constexpr (R < P) {
-          __m256 kept[R];
-          HEADRACE_UNROLL
-          for (int r = 0; r < R; ++r) kept[r] = input(r);
-          HEADRACE_UNROLL
-          for (int p = 0; p < P; ++p) {
-            const __m256 other = weights(p);
-            HEADRACE_UNROLL
-            for (int r = 0; r < R; ++r) add(&sums[r][p], other, kept[r]);
-          }
-        } else {
-          __m256 kept[P];
-          HEADRACE_UNROLL
-          for (int p = 0; p < P; ++p) kept[p] = weights(p);
-          HEADRACE_UNROLL
-          for (int r = 0; r < R; ++r) {
-            const __m256 other = input(r);
-            HEADRACE_UNROLL
-            for (int p = 0; p < P; ++p) add(&sums[r][p], kept[p], other);
-          }
-        }
-      }
+    for (int64_t u = first; u < last; ++u) add_unit<Math>(in, row_bytes, block + u * kPanel, u, sums);
   }
   HEADRACE_UNROLL
   for (int r = 0; r < R; ++r)
@@ -101,8 +107,8 @@ void add_block_for(int64_t num_rows, const char* in, int64_t row_bytes, const fl
   add_block<Math, R, P>(in, row_bytes, block, num_units, sums, coming);
 }
 
-// Rows whose sums are kept at once.
-constexpr int64_t kMostSums = 96;
+// More rows than these go through a panel in another way.
+constexpr int64_t kMostSums = 24;
 
 // Up to kMostSums rows.
 template <typename Math, typename Out, typename Way>
@@ -145,21 +151,91 @@ void multiply_rows_in_blocks(const LinearCall& call, int64_t first_row, int64_t 
   }
 }
 
+// Many rows: the sums of six of them, of half a panel's outputs, stay in registers through all inputs. The rows and the
+// panel stay in the core's caches, and the next panel is fetched meanwhile.
+constexpr int kRowsThrough = 6;
+constexpr int64_t kThroughFetchUnits = 64;
+constexpr int64_t kCoreCacheBytes = 512 * 1024;
+
+// The sums of R rows for 16 outputs. By itself: with what comes after it in one function, GCC keeps sums on the stack.
+template <typename Math, int R>
+__attribute__((noinline)) void sums_through(const char* in, int64_t row_bytes, const float* units, int64_t num_units,
+                                            Coming coming, float* out) {
+  __m256 sums[R][2];
+  HEADRACE_UNROLL
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+  for (int64_t first = 0; first < num_units; first += kThroughFetchUnits) {
+    for (int64_t i = 0; i < coming.num_lines; ++i, coming.begin += 64) prefetch(coming.begin);
+    const int64_t last = first + kThroughFetchUnits < num_units ? first + kThroughFetchUnits : num_units;
+    for (int64_t u = first; u < last; ++u) add_unit<Math>(in, row_bytes, units + u * kPanel, u, sums);
+  }
+  HEADRACE_UNROLL
+  for (int r = 0; r < R; ++r) store(out + r * kLanes, F16{sums[r][0], sums[r][1]});
+}
+
+template <typename Math, typename Out, int R>
+void multiply_through(const LinearCall& call, int64_t row, int64_t column, Coming coming) {
+  typedef typename Math::Stored Stored;
+  const int64_t num_units = Math::num_units(call.width);
+  const int64_t row_bytes = call.in_stride * int64_t(sizeof(typename Math::Input));
+  const char* in = static_cast<const char*>(call.in) + row * row_bytes;
+  prefetch_rows<Stored, Out, R>(call, row, column);
+  alignas(64) float numbers[R * kLanes];
+  sums_through<Math, R>(in, row_bytes, call.weights + column / kPanel * kPanel * num_units + column % kPanel, num_units,
+                        coming, numbers);
+  F16 sums[R][1];
+  HEADRACE_UNROLL
+  for (int r = 0; r < R; ++r) sums[r][0] = load(numbers + r * kLanes);
+  store_rows<Stored, Out>(call, row, column, sums);
+}
+
+// `multiply_through` for up to R rows.
+template <typename Math, typename Out, int R>
+void multiply_through_for(int64_t num_rows, const LinearCall& call, int64_t row, int64_t column, Coming coming) {
+  if constexpr (R > 1)
+    if (num_rows < R) return multiply_through_for<Math, Out, R - 1>(num_rows, call, row, column, coming);
+  multiply_through<Math, Out, R>(call, row, column, coming);
+}
+
+template <typename Math, typename Out>
+void multiply_many(const LinearCall& call, int64_t first_row, int64_t num_rows, int64_t first_panel,
+                   int64_t last_panel) {
+  const int64_t num_units = Math::num_units(call.width);
+  const int64_t panel_lines = num_units * kPanel * 4 / 64;
+  // Of nearly equal size: a rest of one row would cost as much as half a group.
+  const int64_t num_groups = (num_rows + kRowsThrough - 1) / kRowsThrough;
+  const int64_t num_fetches = (num_units + kThroughFetchUnits - 1) / kThroughFetchUnits;
+  const int64_t num_turns = 2 * num_groups * num_fetches;
+  // Where there is no room for two panels, the next one would push the rows out.
+  const int64_t rows_bytes = num_rows * call.width * int64_t(sizeof(typename Math::Input));
+  const bool is_fetching = rows_bytes + 2 * panel_lines * 64 <= kCoreCacheBytes;
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    const char* ahead = reinterpret_cast<const char*>(call.weights + (panel + 1) * kPanel * num_units);
+    const char* const end = ahead + panel_lines * 64;
+    Coming coming = {ahead, is_fetching && panel + 1 < last_panel ? (panel_lines + num_turns - 1) / num_turns : 0};
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t begin = num_rows * group / num_groups, rows = num_rows * (group + 1) / num_groups - begin;
+      for (int64_t column = panel * kPanel; column < (panel + 1) * kPanel; column += kLanes) {
+        multiply_through_for<Math, Out, kRowsThrough>(rows, call, first_row + begin, column, coming);
+        coming.begin += coming.num_lines * num_fetches * 64;
+        if (coming.begin >= end) coming.num_lines = 0;
+      }
+    }
+  }
+}
+
 template <typename Math, typename Out>
 void multiply_block(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
                     int64_t last_panel) {
-  const int64_t num_rows = last_row - first_row, num_parts = (num_rows + kMostSums - 1) / kMostSums;
+  const int64_t num_rows = last_row - first_row;
+  if (num_rows > kMostSums) return multiply_many<Math, Out>(call, first_row, num_rows, first_panel, last_panel);
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-    if (num_rows <= Math::kFewRows) {
-      // One pass goes at the memory's pace, which the processor's own prefetching keeps best.
-      const bool is_fetching = num_rows > Math::kRowsOfFew;
+    // One pass goes at the memory's pace, which the processor's own prefetching keeps best.
+    const bool is_fetching = num_rows > Math::kRowsOfFew;
+    if (num_rows <= Math::kFewRows)
       multiply_rows_in_blocks<Math, Out, FewRows>(call, first_row, num_rows, panel, is_fetching);
-      continue;
-    }
-    for (int64_t part = 0; part < num_parts; ++part) {
-      const int64_t begin = num_rows * part / num_parts, end = num_rows * (part + 1) / num_parts;
-      multiply_rows_in_blocks<Math, Out, ManyRows>(call, first_row + begin, end - begin, panel, part == 0);
-    }
+    else
+      multiply_rows_in_blocks<Math, Out, SomeRows>(call, first_row, num_rows, panel, is_fetching);
   }
 }
 

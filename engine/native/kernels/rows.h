@@ -21,10 +21,10 @@ inline void prefetch_rows(const headrace::LinearCall& call, int64_t row, int64_t
 }
 
 // Adds bias and residual, and stores as many outputs as there are.
-template <typename Stored, typename Out, int R>
-inline void store_rows(const headrace::LinearCall& call, int64_t row, int64_t column, const F16 (&sums)[R][kVectors]) {
+template <typename Stored, typename Out, int R, int V>
+inline void store_rows(const headrace::LinearCall& call, int64_t row, int64_t column, const F16 (&sums)[R][V]) {
   HEADRACE_UNROLL
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < V; ++v) {
     const int64_t first = column + v * kLanes;
     const int count = int(call.num_outputs - first < kLanes ? call.num_outputs - first : kLanes);
     if (count <= 0) break;

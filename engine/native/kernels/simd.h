@@ -308,17 +308,33 @@ inline void touch(const char* p) {
 }
 
 // 2^x to the last bit or two (the polynomial is Cephes' exp2f). -inf gives 0, a NaN stays one.
-inline F16 exp2(F16 x) {
-  x = max_b(splat(-200.f), x);
-  const F16 whole = round_even(x);
-  const F16 f = sub(x, whole);
+inline F16 exp2_of_fraction(F16 f) {
   F16 p = splat(1.535336188319500e-4f);
   p = fma(p, f, splat(1.339887440266574e-3f));
   p = fma(p, f, splat(9.618437357674640e-3f));
   p = fma(p, f, splat(5.550332471162809e-2f));
   p = fma(p, f, splat(2.402264791363012e-1f));
   p = fma(p, f, splat(6.931472028550421e-1f));
-  return scale_by_power(fma(p, f, splat(1.f)), whole);
+  return fma(p, f, splat(1.f));
+}
+inline F16 exp2(F16 x) {
+  x = max_b(splat(-200.f), x);
+  const F16 whole = round_even(x);
+  return scale_by_power(exp2_of_fraction(sub(x, whole)), whole);
+}
+
+// The same for an x that is no greater than 0, in fewer steps; what would end below the normal range may be 0.
+inline F16 exp2_of_negative(F16 x) {
+#if defined(HEADRACE_AVX2_ONLY)
+  x = max_b(splat(-127.f), x);
+  const F16 whole = round_even(x);
+  const auto power = [](__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  };
+  return mul(exp2_of_fraction(sub(x, whole)), {power(whole.low), power(whole.high)});
+#else
+  return exp2(x);
+#endif
 }
 
 // tanh(x); near zero by Cephes' tanhf, since the quotient below would cancel there.

@@ -72,27 +72,35 @@ void rotate_tokens(const headrace::Rotation& r, int64_t first, int64_t last) {
   }
 }
 
+// Numbers that are looked through again once it is known that the greatest is among them.
+constexpr int64_t kArgmaxRun = 64 * kLanes;
+
 // The lowest index among the greatest; a NaN counts as the greatest of all, as in torch.
 template <typename T>
 void argmax_rows(const T* in, int64_t in_stride, int64_t width, int64_t* out, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     const T* from = in + row * in_stride;
-    F16 lanes = splat(-__builtin_inff());
-    int64_t d = 0;
-    bool has_nan = false;
+    // Of each run the greatest, and where the first run lies that holds the greatest of all.
+    float peak = -__builtin_inff();
+    int64_t place = 0, d = 0;
     F16 checksum = splat(0.f);
-    for (; d + kLanes <= width; d += kLanes) {
-      const F16 x = load(from + d);
-      lanes = max_b(lanes, x);
-      // Zero times a number is zero, times NaN (or infinity) is not.
-      checksum = fma(x, splat(0.f), checksum);
+    while (d + kLanes <= width) {
+      const int64_t begin = d;
+      F16 lanes = splat(-__builtin_inff());
+      for (; d + kLanes <= width && d < begin + kArgmaxRun; d += kLanes) {
+        const F16 x = load(from + d);
+        lanes = max_b(lanes, x);
+        // Zero times a number is zero, times NaN (or infinity) is not.
+        checksum = fma(x, splat(0.f), checksum);
+      }
+      const float run_peak = greatest(lanes);
+      if (run_peak > peak) peak = run_peak, place = begin;
     }
-    float peak = greatest(lanes);
-    has_nan = !(sum(checksum) == 0.f);
+    bool has_nan = !(sum(checksum) == 0.f);
     for (; d < width; ++d) {
       const float x = to_float(from[d]);
       has_nan |= x != x;
-      peak = x > peak ? x : peak;
+      if (x > peak) peak = x, place = d;
     }
     int64_t index = 0;
     if (has_nan) {
@@ -101,12 +109,13 @@ void argmax_rows(const T* in, int64_t in_stride, int64_t width, int64_t* out, in
         if (to_float(from[index]) != to_float(from[index])) break;
       has_nan = index < width;
       if (!has_nan) {
+        place = 0;
         peak = to_float(from[0]);
         for (int64_t i = 1; i < width; ++i) peak = to_float(from[i]) > peak ? to_float(from[i]) : peak;
       }
     }
     if (!has_nan) {
-      for (index = 0; index + kLanes <= width && first_set(equal(load(from + index), splat(peak))) < 0;)
+      for (index = place; index + kLanes <= width && first_set(equal(load(from + index), splat(peak))) < 0;)
         index += kLanes;
       while (index < width - 1 && to_float(from[index]) != peak) ++index;
     }
