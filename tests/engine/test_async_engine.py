@@ -22,7 +22,6 @@ from headrace.engine import (
     SchedulerConfig,
     TokenEvent,
 )
-from headrace.engine.core import EngineCore
 from tests.support.engines import assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
@@ -388,13 +387,3 @@ async def test_a_static_batch_begins_when_it_is_full_and_a_lone_request_is_not_l
     hasty = replace(patient, static_batch_wait_s=0.01)
     async with running_engine(config=replace(make_config(), scheduler=hasty)) as engine:
         await assert_serves(engine)
-
-
-async def test_who_is_told_of_an_end_reads_it_before_the_pool_is_audited(monkeypatch: pytest.MonkeyPatch):
-    order: list[str] = []
-    monkeypatch.setattr(EngineCore, "check_integrity", lambda core: order.append("audit"))
-    async with running_engine() as engine:
-        await collect(engine.submit(make_request(max_tokens=2)))
-        order.append("end")
-        await engine.wait_idle()
-    assert order[-2:] == ["end", "audit"]

@@ -15,6 +15,7 @@ from headrace.engine import (
     Overloaded,
     TokenEvent,
 )
+from headrace.engine.core import EngineCore
 from tests.support.engines import assert_serves, collect, running_engine
 from tests.support.fake_runner import expected_output, make_fake_model
 from tests.support.requests import make_config, make_request
@@ -135,3 +136,13 @@ async def test_who_gets_much_at_once_and_takes_it_is_not_paused():
                 token_ids += event.token_ids
         assert token_ids == expected_output(request.prompt_token_ids, 60)
         assert sum(paused) == 0
+
+
+async def test_who_is_told_of_an_end_reads_it_before_the_pool_is_audited(monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+    monkeypatch.setattr(EngineCore, "check_integrity", lambda core: order.append("audit"))
+    async with running_engine() as engine:
+        await collect(engine.submit(make_request(max_tokens=2)))
+        order.append("end")
+        await engine.wait_idle()
+    assert order[-2:] == ["end", "audit"]
