@@ -26,7 +26,7 @@ from headrace.service.config import (
 from headrace.service.drafting import make_draft
 from headrace.service.exit_codes import EXIT_OK, EXIT_REFUSED
 from headrace.service.file_watch import UnusableFile
-from headrace.service.grpc_batches import mend_batches
+from headrace.service.grpc_batches import UNMENDED, mend_batches
 from headrace.service.lifecycle import ModelSource, model_from_files
 from headrace.service.lifecycle import serve as serve_until_stopped
 from headrace.service.memory import NUM_HEAPS
@@ -51,8 +51,9 @@ def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
         return _refused(*error.problems)
     if leaves_heaps_to_us():
         share_heaps(NUM_HEAPS)
-    mend_batches()
     configure_logging(config.log_level, config.log_format)
+    if not mend_batches():
+        log.warning("memory will grow", problem=UNMENDED)
     for doubt in environment_doubts():
         log.warning("doubtful variable", problem=doubt)
     try:

@@ -18,6 +18,12 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 _KNOWN_VERSIONS = ("1.85.",)
 """Tried with these. This reaches into what is gRPC's own, so any other version is left as it is."""
 
+UNMENDED = (
+    f"gRPC {grpc.__version__} never frees what it allocates for calls that are cancelled or break off, and "
+    "the server sees to that with gRPC 1.85 alone: install grpcio 1.85"
+)
+"""What an operator is told of any other version."""
+
 _Execute = Callable[[Any, tuple[Any, ...], Any], Coroutine[Any, Any, None]]
 
 

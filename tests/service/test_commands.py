@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
 
-from headrace.service import commands, memory
+from headrace.service import commands, grpc_batches, memory
 from headrace.service.__main__ import main
 from headrace.service.commands import pull, serve
 from tests.support.tiny_models import write_tiny_llama
@@ -36,6 +37,21 @@ def test_a_server_has_few_heaps_unless_somebody_says_otherwise(
         monkeypatch.setenv(name, value)
     assert serve(["--model", "some"]) == 0
     assert seen == told
+
+
+@pytest.mark.parametrize(("version", "told"), [("1.85.0", []), ("1.86.1", [grpc_batches.UNMENDED])])
+def test_a_version_of_grpc_that_loses_memory_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, version: str, told: list[str]
+) -> None:
+    async def served(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(commands, "serve_until_stopped", served)
+    monkeypatch.setattr(commands, "configure_logging", lambda *_: None)
+    monkeypatch.setattr("grpc.__version__", version)
+    with structlog.testing.capture_logs() as logs:
+        assert serve(["--model", "some"]) == 0
+    assert [entry["problem"] for entry in logs if entry["event"] == "memory will grow"] == told
 
 
 @pytest.mark.parametrize("argv", [[], ["dance"], ["--help", "serve"]])
