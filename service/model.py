@@ -17,7 +17,7 @@ from headrace.service.status import require_fits
 from headrace.service.violations import chat_violations, num_bytes, text_violations, token_id_violations
 from headrace.v1 import model_pb2, model_pb2_grpc
 
-M = TypeVar("M", bound=Message)
+Answer = TypeVar("Answer", bound=Message)
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -49,13 +49,14 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
         def work() -> model_pb2.TokenizeResponse:
             ids = tokenizer.encode(request.text, add_special_tokens=adds_special)
-            told = model_pb2.TokenizeResponse(token_ids=ids)
+            answer = model_pb2.TokenizeResponse(token_ids=ids)
             if request.with_tokens:
-                told.tokens.extend(tokenizer.spellings(ids))
-                told.texts.extend(text_of(token_id, tokenizer) for token_id in ids)
-            return told
+                answer.tokens.extend(tokenizer.spellings(ids))
+                answer.texts.extend(text_of(token_id, tokenizer) for token_id in ids)
+            return answer
 
-        return _fitting(await served.texts.run(num_bytes(request.text), work), served)
+        told = await served.texts.run(num_bytes(request.text), work)
+        return _fitting(told, served, "send the text in parts, or ask for ids without tokens")
 
     async def Detokenize(
         self, request: model_pb2.DetokenizeRequest, context: Context
@@ -75,7 +76,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             text = tokenizer.decode(list(request.token_ids), skip_special_tokens=skips_special)
             return model_pb2.DetokenizeResponse(text=text)
 
-        return _fitting(await served.texts.run(len(request.token_ids), work), served)
+        told = await served.texts.run(len(request.token_ids), work)
+        return _fitting(told, served, "send the ids in parts")
 
     async def ApplyChatTemplate(
         self, request: model_pb2.ApplyChatTemplateRequest, context: Context
@@ -85,7 +87,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         _refuse(*chat_violations(request.chat, served.limits))
         chat, most_tokens = chat_from_proto(request.chat), served.max_prompt_tokens
         text, ids = await served.texts.render(served.engine.tokenizer, chat, most_tokens)
-        return _fitting(model_pb2.ApplyChatTemplateResponse(text=text, token_ids=ids), served)
+        rendered = model_pb2.ApplyChatTemplateResponse(text=text, token_ids=ids)
+        return _fitting(rendered, served, "leave out early messages")
 
     async def Score(self, request: model_pb2.ScoreRequest, context: Context) -> model_pb2.ScoreResponse:
         """Log-likelihood of a text."""
@@ -102,8 +105,8 @@ def _refuse(*violations: FieldViolation) -> None:
         raise InvalidRequest(*violations)
 
 
-def _fitting(answer: M, served: ServedModel) -> M:
-    require_fits(answer, served.limits.max_message_bytes, "send it in parts, or ask for ids without tokens")
+def _fitting(answer: Answer, served: ServedModel, advice: str) -> Answer:
+    require_fits(answer, served.limits.max_message_bytes, advice)
     return answer
 
 
