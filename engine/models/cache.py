@@ -6,6 +6,7 @@ was put in; a folder that no longer agrees with it is built anew.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -103,7 +104,7 @@ def _locked(place: Path) -> Iterator[None]:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(place.parent / f".{place.name}.lock"):
-            for abandoned in place.parent.glob(f"{_STAGING_PREFIX}{place.name}-*"):
+            for abandoned in place.parent.glob(f"{_STAGING_PREFIX}{glob.escape(place.name)}-*"):
                 shutil.rmtree(abandoned, ignore_errors=True)
             yield
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import logging
 import re
 import shlex
@@ -152,7 +153,7 @@ def is_outdated(place: Path) -> bool:
 def _tell_of_older(place: Path) -> None:
     """Say what a conversion has replaced, so that somebody deletes it."""
     content, _, _ = place.parent.name.rpartition("-v")
-    for other in sorted(place.parent.parent.glob(f"{content}-v*/{place.name}")):
+    for other in sorted(place.parent.parent.glob(f"{content}-v*/{glob.escape(place.name)}")):
         if is_outdated(other):
             _log.warning(
                 "%s was converted by an older version, and nothing reads it any more: delete it (rm -r %s)",

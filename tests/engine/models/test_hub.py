@@ -223,7 +223,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, index: FakeIndex) -> None
 def test_whoever_converts_anew_is_told_what_of_an_older_version_may_go(
     tmp_path: Path, index: FakeIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gguf = write_tiny_gguf(tmp_path / "Own file.gguf")
+    gguf = write_tiny_gguf(tmp_path / "Own [1] file.gguf")
     place = resolve(str(gguf), tmp_path, index)
     content, _, version = place.parent.name.rpartition("-v")
     older = place.parents[1] / f"{content}-v{int(version) - 1}" / place.name
