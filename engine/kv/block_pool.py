@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from headrace.engine.errors import IntegrityError
 
@@ -163,7 +164,7 @@ class BlockPool:
             and all(self._ref_counts[block_id] == number for block_id, number in held.items())
         )
 
-    def _name_what_does_not(self, held: Counter[int]) -> None:
+    def _name_what_does_not(self, held: Counter[int]) -> NoReturn:
         unused = Counter([*self._free, *self._kept])
         for block_id in range(1, len(self._ref_counts)):
             num_held, num_places = held[block_id], unused[block_id]
@@ -176,3 +177,4 @@ class BlockPool:
                 raise IntegrityError(
                     f"block {block_id}: in {num_held} tables and {num_places} lists of unused ones"
                 )
+        raise IntegrityError("an id is held or unused that is never allocated, or the null block is counted")

@@ -50,6 +50,7 @@ def test_releasing_a_block_that_nobody_holds_is_an_error():
         ([[1, 2], [1]], "block 1 counts 1 references, 2 tables hold it"),
         ([[1]], "block 2 counts 1 references, 0 tables hold it"),
         ([[1, 2], [2]], "block 2 counts 1 references, 2 tables hold it"),
+        ([[1, 2, 9]], "that is never allocated"),
         ([[1, 2, 3]], "block 3 counts 0 references, 1 tables hold it"),
     ],
 )
