@@ -7,14 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.engine.models import layers
 from headrace.engine.models.layers import (
     DenseLinear,
     PrepackedLinear,
     RmsNorm,
     can_prepack,
     gated_silu,
+    is_packed,
     make_linear,
 )
+from headrace.engine.native.kit import native_kit
+from headrace.engine.native.quantised import WeightKind
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,6 +40,21 @@ def test_packed_and_plain_linears_agree(num_tokens: int, has_bias: bool, dtype: 
     torch.testing.assert_close(
         packed.add_to(residual, inputs), plain.add_to(residual, inputs), atol=tolerance, rtol=0
     )
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("kind", [WeightKind.SAME, WeightKind.KEPT_BF16, WeightKind.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_said_to_be_packed_is_packed(
+    monkeypatch: pytest.MonkeyPatch, kind: WeightKind, dtype: torch.dtype, has_kernels: bool
+) -> None:
+    if has_kernels and native_kit() is None:
+        pytest.skip("the kernels are not built")
+    if not has_kernels:
+        monkeypatch.setattr(layers, "native_kit", lambda: None)
+    weight = random(32, 64).to(torch.bfloat16).to(dtype)
+    is_plain = isinstance(make_linear(weight, kind=kind), DenseLinear)
+    assert is_packed(dtype, torch.device("cpu"), kind) is not is_plain
 
 
 @pytest.mark.parametrize("kind", [PrepackedLinear, DenseLinear])
