@@ -70,15 +70,22 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
     """
     rows = plan.rows
     num_rows, num_tokens = len(rows), plan.num_tokens
-    query_lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, num_rows)
-    if num_rows == 0 or query_lens.min() == 0:
+    lens = [len(row.token_ids) for row in rows]
+    if not rows or min(lens) == 0:
         raise IntegrityError(f"step {plan.step} has no rows, or a row without tokens")
+    max_query_len = max(lens)
     first_positions = np.fromiter((row.first_position for row in rows), np.int64, num_rows)
-    seq_lens = first_positions + query_lens
-    cu_seqlens_q = _cumulated(query_lens)
-
-    row_of_token = np.repeat(np.arange(num_rows), query_lens)
-    positions = np.arange(num_tokens) + (first_positions - cu_seqlens_q[:-1])[row_of_token]
+    if max_query_len == 1:
+        # Most steps only decode: each token is a row.
+        cu_seqlens_q = np.arange(num_rows + 1)
+        row_of_token, positions = cu_seqlens_q[:-1], first_positions
+        seq_lens = positions + 1
+    else:
+        query_lens = np.array(lens)
+        seq_lens = first_positions + query_lens
+        cu_seqlens_q = _cumulated(query_lens)
+        row_of_token = np.repeat(np.arange(num_rows), query_lens)
+        positions = np.arange(num_tokens) + (first_positions - cu_seqlens_q[:-1])[row_of_token]
     block_table = _block_table(plan, -(-seq_lens // block_size))
     block_of_token = block_table[row_of_token, positions // block_size].astype(np.int64)
 
@@ -96,7 +103,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
             seq_lens=tensor(seq_lens, np.int32),
             cu_seqlens_q=tensor(cu_seqlens_q, np.int32),
             cu_seqlens_k=tensor(_cumulated(seq_lens), np.int32),
-            max_query_len=int(query_lens.max()),
+            max_query_len=max_query_len,
             max_seq_len=int(seq_lens.max()),
         ),
         logits_rows=tensor(_logits_rows(plan, cu_seqlens_q[1:]), np.int64),
@@ -133,6 +140,8 @@ def uploaded(batch: ModelInput, device: torch.device) -> ModelInput:
 
 def _logits_rows(plan: StepPlan, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     """(R,): of each sampled row the last known token and the drafts, which end at `ends`."""
+    if all(row.is_sampled and not row.num_draft_tokens for row in plan.rows):
+        return ends - 1
     counts = np.fromiter(
         (row.num_draft_tokens + 1 if row.is_sampled else 0 for row in plan.rows), np.int64, len(plan.rows)
     )

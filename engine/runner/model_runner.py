@@ -61,7 +61,7 @@ class ModelRunner:
         self._block_size = layout.block_size
         self._has_told_draft_failure = False
         self._last_step: int | None = None
-        self._last_drawn: Tensor | None = None
+        self._last_drawn: StepTables | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See `Runner.execute`."""
@@ -81,7 +81,7 @@ class ModelRunner:
         is_prompt_told = hidden.shape[0] > num_places
         drawn = _draw(self._model, hidden[:num_places], proposals) if num_places else StepTables()
         prompt = _tell_prompts(self._model, hidden[num_places:], plan) if is_prompt_told else ()
-        self._last_step, self._last_drawn = plan.step, drawn.token_ids
+        self._last_step, self._last_drawn = plan.step, drawn
         return LaunchedTables(plan, replace(drawn, prompt=prompt), proposals.failed, propose_s)
 
     def _drawn_before(self, plan: StepPlan) -> Tensor | None:
@@ -91,11 +91,12 @@ class ModelRunner:
         self._last_step = self._last_drawn = None
         if plan.follows is None:
             return None
-        if plan.follows != last or drawn is None:
+        token_ids = None if drawn is None else drawn.token_ids
+        if plan.follows != last or token_ids is None:
             raise IntegrityError(
                 f"step {plan.step} follows step {plan.follows}, and step {last} was the last"
             )
-        return drawn
+        return token_ids
 
     def _forward(
         self, model: ForwardModel, attention: AttentionBackend, plan: StepPlan, before: Tensor | None
@@ -176,7 +177,7 @@ def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTabl
     logits = model.logits(hidden)
     tokens = None if proposals.weights else greedy_places(logits, rows)
     if tokens is not None:
-        return StepTables(tokens, _tell(logits, tokens[:, 0].long(), rows))
+        return StepTables(tokens, _tell(logits, tokens[:, 0], rows))
     # While the device computes.
     masks = [masks_of(row) for row in rows]
     weights = {}
@@ -196,7 +197,7 @@ def _failure(mask: RowMask | None) -> str | None:
 
 
 def _tell(logits: Tensor, token_ids: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor | None:
-    """`StepTables.logprobs`, from the (P, V) and (P,) of the places of `rows`."""
+    """`StepTables.logprobs`, from the (P, V) and (P,), whole numbers of any type, of the places of `rows`."""
     num_tops = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     if not num_tops:
         return None
@@ -204,7 +205,7 @@ def _tell(logits: Tensor, token_ids: Tensor, rows: Sequence[ScheduledSequence]) 
         told = [row.num_logprobs is not None for row in rows for _ in range(row.num_draft_tokens + 1)]
         which = on_device([i for i, is_told in enumerate(told) if is_told], logits.device)
         logits, token_ids = logits[which], token_ids[which]
-    return logprob_table(logits, token_ids, max(num_tops))
+    return logprob_table(logits, token_ids.long(), max(num_tops))
 
 
 def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, ...]:

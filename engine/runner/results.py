@@ -88,9 +88,17 @@ def _row_result(
     failures: Iterator[str | None],
 ) -> RowResult:
     """Take from each table what is this row's."""
+    is_token_alone = row.num_logprobs is None and row.num_prompt_logprobs is None and not row.num_draft_tokens
+    if row.is_sampled and is_token_alone:
+        # So are nearly all rows.
+        token_id, is_healthy, has_choice = next(tokens)
+        failure = next(failures, None)
+        if is_healthy and has_choice and failure is None:
+            return RowResult((int(token_id),))
+        return _failed(failure, is_healthy)
     run: list[int] = []
     is_healthy = has_choice = 1.0
-    failure: str | None = None
+    failure = None
     logprobs_of = []
     if row.is_sampled:
         failure = next(failures, None)
@@ -103,16 +111,22 @@ def _row_result(
     if row.num_prompt_logprobs is not None:
         num_top = row.num_prompt_logprobs
         prompt_of = [read_logprobs(next(told), num_top) for _ in range(row.num_prompt_successors)]
-    if not is_healthy or None in prompt_of:
-        return RowResult(failure=_NOT_FINITE)
-    if failure is not None or not has_choice:
-        return RowResult(failure=failure or _NO_CHOICE, is_own_doing=True)
+    if not is_healthy or None in prompt_of or failure is not None or not has_choice:
+        return _failed(failure, is_healthy and None not in prompt_of)
     return RowResult(
         tuple(run),
         logprobs=tuple(entry for entry in logprobs_of if entry is not None),
         prompt_logprobs=tuple(entry for entry in prompt_of if entry is not None),
         num_draft_tokens=row.num_draft_tokens,
     )
+
+
+def _failed(failure: str | None, is_healthy: float) -> RowResult:
+    """The outcome of a row that can't go on: for what was known of it, or since no token was left, unless the
+    model is ill."""
+    if not is_healthy:
+        return RowResult(failure=_NOT_FINITE)
+    return RowResult(failure=failure or _NO_CHOICE, is_own_doing=True)
 
 
 def _run(draft_token_ids: Sequence[int], places: Sequence[_Numbers]) -> tuple[list[int], float, float]:
