@@ -179,9 +179,15 @@ class TokenStream:
             on_ready(self)
 
     async def __aiter__(self) -> AsyncIterator[OutputEvent]:
-        """Yield events until the last one, to one reader at a time."""
+        """Yield events until the last one, to one reader at a time.
+
+        Raises:
+            RuntimeError: another reader waits already.
+        """
         while not self.is_finished or self._slot:
             if not self._slot:
+                if self._awaited is not None and not self._awaited.done():
+                    raise RuntimeError("a stream has one reader at a time, and another one waits")
                 # For one reader a future does what an event does for many, in half the time.
                 self._awaited = asyncio.get_running_loop().create_future()
                 await self._awaited

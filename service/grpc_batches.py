@@ -101,3 +101,11 @@ class _Batch:
                 over.set_result(None)
             else:
                 over.set_exception(error)
+        except BaseException as unforeseen:
+            # Ended all the same: who awaits it is not to wait for ever.
+            if over.done():
+                raise
+            over.set_exception(unforeseen)
+        else:
+            if not over.done():
+                over.set_exception(RuntimeError("gRPC waits once more for operations that are over"))

@@ -122,9 +122,9 @@ class Guard(grpc.aio.ServerInterceptor):
             async def work() -> None:
                 if is_unary:
                     _refuse_unknown_fields(_decoded(request))
-                async with AsyncExitStack() as closed:
-                    requests = request if is_unary else await _all_decoded(request, closed)
-                    responses = await closed.enter_async_context(aclosing(respond(requests, context)))
+                async with AsyncExitStack() as stack:
+                    requests = request if is_unary else await _all_decoded(request, stack)
+                    responses = await stack.enter_async_context(aclosing(respond(requests, context)))
                     await self._write_all(responses, context)
 
             await self._answered(method, context, work())
@@ -134,8 +134,8 @@ class Guard(grpc.aio.ServerInterceptor):
     def _foreign(self, respond: Callable[..., Any], *, is_unary: bool) -> Callable[..., Any]:
         async def guarded(request: Any, context: Context) -> Any:
             try:
-                async with AsyncExitStack() as closed:
-                    decoded = _decoded(request) if is_unary else await _all_decoded(request, closed)
+                async with AsyncExitStack() as stack:
+                    decoded = _decoded(request) if is_unary else await _all_decoded(request, stack)
                     return await outcome_of(respond(decoded, context), context)
             except RpcFailure as failure:
                 await context.abort_with_status(rpc_status.to_status(failure.to_status()))
@@ -253,18 +253,18 @@ def _decoded(request: Message | None) -> Message:
 
 
 async def _all_decoded(
-    requests: AsyncIterable[Message | None], closed: AsyncExitStack
+    requests: AsyncIterable[Message | None], stack: AsyncExitStack
 ) -> AsyncIterator[Message]:
-    """The messages of a stream, up to the end of `closed`: left in the middle, gRPC's own iterator would keep
+    """The messages of a stream, up to the end of `stack`: left in the middle, gRPC's own iterator would keep
     the call until somebody comes to clear it away."""
     received: Any = aiter(requests)
-    encoded: AsyncIterator[Message | None] = await closed.enter_async_context(aclosing(received))
+    encoded: AsyncIterator[Message | None] = await stack.enter_async_context(aclosing(received))
 
     async def decoded() -> AsyncGenerator[Message, None]:
         async for request in encoded:
             yield _decoded(request)
 
-    return await closed.enter_async_context(aclosing(decoded()))
+    return await stack.enter_async_context(aclosing(decoded()))
 
 
 def _refuse_unknown_fields(request: Message) -> None:

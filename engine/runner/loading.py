@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 _WARMING_UP = "warming up"
 _CPU_WARM_UP_TOKENS = 64
 _BESIDE_BYTES = 96 * 2**20
-"""What a tokenizer and its library take, and the first step, before any of it is there."""
+"""What a tokenizer and its library take, and the first step, before any of it is there: as SmolLM2 (49,152
+tokens) needs it in containers of 2 to 3 times its weights, `tests/containers/run.sh`."""
 _LESS_MEMORY = "take a smaller model or type (--dtype bfloat16), or stop other processes on this GPU"
 
 

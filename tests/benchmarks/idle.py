@@ -38,6 +38,8 @@ NUM_TOKENS = 3
 """Of each answer but the long one."""
 FROZEN_PROMPT = tuple(range(1, 14))
 """Of the client whose network freezes: nobody else's is as long."""
+MOST_FROZEN_S = 120.0
+"""A server asks after 60 s of silence and gives up 20 s later."""
 _CLOCK_SERVER = "tests.benchmarks.streams"
 _LOOK_EVERY_S = 0.05
 _ONCE = RetryPolicy(max_attempts=1)
@@ -154,17 +156,19 @@ class Idle:
         num_long_tokens: of the request that ran.
         frozen_client_s, frozen_server_s: from the moment at which a network passed nothing on any more until
             its client was told so, and until its request was in the queue no more, seconds.
+        frozen_faults: what should not have been there, in words.
     """
 
     waits: list[Wait] = field(default_factory=list)
     num_long_tokens: int = 0
     frozen_client_s: float = 0.0
     frozen_server_s: float = 0.0
+    frozen_faults: list[str] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:
         """What should not have been, in words."""
-        return [f"{wait.name}: {fault}" for wait in self.waits for fault in wait.faults]
+        return [f"{wait.name}: {fault}" for wait in self.waits for fault in wait.faults] + self.frozen_faults
 
 
 async def idle(seconds: float, keepalive_s: float, *, freezes: bool) -> Idle:
@@ -233,8 +237,13 @@ async def _freeze(server: ServerProcess, result: Idle) -> None:
             await reading
         except Unavailable:
             result.frozen_client_s = time.monotonic() - frozen_s
+        else:
+            result.frozen_faults.append("the client of a frozen network got an answer")
         # Nobody tells the server: its log says when it has noticed.
-        while not any(_is_frozen_end(event) for event in server.events()):  # noqa: ASYNC110
+        while not any(_is_frozen_end(event) for event in server.events()):
+            if time.monotonic() - frozen_s > MOST_FROZEN_S:
+                result.frozen_faults.append(f"the server has not noticed in {MOST_FROZEN_S:.0f} s")
+                return
             await asyncio.sleep(_LOOK_EVERY_S)
         result.frozen_server_s = time.monotonic() - frozen_s
 

@@ -6,7 +6,7 @@ First it measures what the server can do of short requests. Then come
 
 - `flood`: so many times as much, at even intervals, whatever becomes of those before;
 - `huge`: few prompts, so long that they are so many times too many tokens;
-- `tenants`: the flood once more, by one client, while another one asks once a second.
+- `clients`: the flood once more, by one client, while another one asks once a second.
 
 Refusals are timed by the client from the call to its end, waits from the call to the first token. A refusal
 counts as a fault unless it is RESOURCE_EXHAUSTED and says when to come back.
@@ -31,7 +31,7 @@ import psutil
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from headrace.clients import ControlClient, Delta, HeadraceError, InferenceClient, Overloaded, RetryPolicy
-from tests.benchmarks.options import words
+from tests.benchmarks.options import add_model_options, model_path, words
 from tests.support.server_process import ServerProcess, server_process
 
 NUM_PLACES, MOST_WAITING, MOST_WAITING_TOKENS = 16, 64, 32_768
@@ -121,9 +121,9 @@ class Load:
             await self._arrive(phase, FLOOD, per_s, seconds)
         return phase
 
-    async def tenants(self, per_s: float, seconds: float) -> Phase:
+    async def two_clients(self, per_s: float, seconds: float) -> Phase:
         """The same, and another client beside it."""
-        phase = Phase("tenants", per_s + 1, {FLOOD: Outcomes(), POLITE: Outcomes()})
+        phase = Phase("clients", per_s + 1, {FLOOD: Outcomes(), POLITE: Outcomes()})
         async with self._watched(phase):
             await asyncio.gather(
                 self._arrive(phase, FLOOD, per_s, seconds), self._arrive(phase, POLITE, 1, seconds)
@@ -134,20 +134,30 @@ class Load:
         """Long prompts; what is not served when no more come is taken back."""
         phase = Phase("huge", per_s, {FLOOD: Outcomes()})
         async with self._watched(phase):
-            await self._arrive(phase, FLOOD, per_s, seconds, HUGE_LEN)
+            await self._arrive(phase, FLOOD, per_s, seconds, HUGE_LEN, are_cut=True)
         return phase
 
     async def _arrive(
-        self, phase: Phase, name: str, per_s: float, seconds: float, prompt_len: int = PROMPT_LEN
+        self,
+        phase: Phase,
+        name: str,
+        per_s: float,
+        seconds: float,
+        prompt_len: int = PROMPT_LEN,
+        *,
+        are_cut: bool = False,
     ) -> None:
-        """At even intervals, whatever becomes of those before; whoever still waits at the end is waited for,
-        but for those with long prompts."""
+        """At even intervals, whatever becomes of those before.
+
+        Args:
+            are_cut: whether those who still wait at the end are taken back, not waited for.
+        """
         began_s, outcomes = time.monotonic(), phase.by_client[name]
         asked: list[asyncio.Task[None]] = []
         for number in range(math.ceil(per_s * seconds)):
             await asyncio.sleep(max(0.0, began_s + number / per_s - time.monotonic()))
             asked.append(asyncio.create_task(self._ask(name, self._prompt(prompt_len), outcomes)))
-        if prompt_len == HUGE_LEN:
+        if are_cut:
             outcomes.num_cut = sum(task.cancel() for task in asked)
         await asyncio.gather(*asked, return_exceptions=True)
 
@@ -166,7 +176,10 @@ class Load:
         except HeadraceError as error:
             outcomes.faults.append(f"{type(error).__name__}: {error}")
         else:
-            outcomes.firsts_s.append(first_s or 0.0)
+            if first_s is None:
+                outcomes.faults.append("an answer without a token")
+            else:
+                outcomes.firsts_s.append(first_s)
 
     def _prompt(self, num_tokens: int) -> list[int]:
         """Of its own: nothing of it is cached."""
@@ -199,7 +212,7 @@ class Load:
 
 
 async def overload(
-    model: str, flags: Sequence[str], times: float, seconds: float, phases: Sequence[str]
+    model: Path, flags: Sequence[str], times: float, seconds: float, phases: Sequence[str]
 ) -> tuple[float, list[Phase]]:
     """Capacity, requests per second, and what came of each kind of load."""
     tokens = {name: f"{name}-token" for name in (FLOOD, POLITE)}
@@ -234,7 +247,7 @@ async def overload(
             kinds = {
                 "flood": lambda: load.flood(times * per_s, seconds),
                 "huge": lambda: load.huge(times * huge_per_s, seconds),
-                "tenants": lambda: load.tenants(times * per_s, seconds),
+                "clients": lambda: load.two_clients(times * per_s, seconds),
             }
             return per_s, [await kinds[name]() for name in phases]
 
@@ -280,16 +293,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m tests.benchmarks.overload", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    add_model_options(parser)
     parser.add_argument("--seconds", type=float, default=60, help="of each kind of load")
     parser.add_argument("--times", type=float, default=10, help="more than it can do")
     parser.add_argument(
-        "--loads", type=words, default=["flood", "huge", "tenants"], help="which kinds, comma-separated"
+        "--loads", type=words, default=["flood", "huge", "clients"], help="which kinds, comma-separated"
     )
     parser.add_argument("flags", nargs="*", help="of `headrace serve`, behind --")
     arguments = parser.parse_args()
     per_s, phases = asyncio.run(
-        overload(arguments.model, arguments.flags, arguments.times, arguments.seconds, arguments.loads)
+        overload(model_path(arguments), arguments.flags, arguments.times, arguments.seconds, arguments.loads)
     )
     print(table(per_s, phases))
     if any(outcomes.faults for phase in phases for outcomes in phase.by_client.values()):

@@ -55,6 +55,7 @@ from headrace.v1.generation_pb2 import (
     TokenIds,
 )
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.benchmarks.options import numbers, reals, words
 from tests.support.clock_model import make_clock_model, seconds_since
 from tests.support.server_process import ServerProcess, server_process
 
@@ -349,10 +350,10 @@ def main() -> None:
             return
     parser = argparse.ArgumentParser("python -m tests.benchmarks.streams", description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="?", choices=["load", "tax"], default="load")
-    parser.add_argument("--streams", type=_numbers(int), help="how many at once, comma-separated")
+    parser.add_argument("--streams", type=numbers, help="how many at once, comma-separated")
     parser.add_argument("--tokens", type=int, help="of each answer")
-    parser.add_argument("--step-ms", type=_numbers(float), default=[100.0], help="comma-separated")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help=", ".join(WAYS))
+    parser.add_argument("--step-ms", type=reals, default=[100.0], help="comma-separated")
+    parser.add_argument("--ways", type=words, default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=1)
@@ -361,10 +362,6 @@ def main() -> None:
     arguments.streams = arguments.streams or ([16, 64] if is_tax else [1000])
     arguments.tokens = arguments.tokens or (64 if is_tax else 100)
     asyncio.run((measure_tax if is_tax else measure_load)(arguments))
-
-
-def _numbers(kind: type[int] | type[float]):
-    return lambda text: [kind(word) for word in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 import asyncio
 
+import pytest
+
 from headrace.engine.errors import EngineError
 from headrace.engine.outputs import (
     FailureEvent,
@@ -62,6 +64,26 @@ async def test_iteration_ends_behind_the_last_event():
     assert events[-1] == END
     assert [i for event in events[:-1] for i in event.token_ids] == [0, 1, 2]
     assert stream.is_finished
+
+
+async def test_a_second_reader_is_refused_and_the_first_gets_everything():
+    stream = make_stream()
+    first = asyncio.create_task(anext(aiter(stream)))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="one reader at a time"):
+        await anext(aiter(stream))
+    stream.put(END)
+    assert await first == END
+
+
+async def test_who_gave_up_waiting_leaves_the_stream_to_another_reader():
+    stream = make_stream()
+    first = asyncio.create_task(anext(aiter(stream)))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait({first})
+    stream.put(END)
+    assert [event async for event in stream] == [END]
 
 
 async def test_iterating_a_stream_that_has_ended_and_was_read_ends_at_once():

@@ -7,9 +7,8 @@ import pytest
 from tests.benchmarks.idle import NUM_TOKENS, idle
 from tests.support import http2
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 async def test_clients_that_wait_are_left_alone_unless_they_ping_more_often_than_is_allowed() -> None:
     result = await idle(seconds=6, keepalive_s=1, freezes=False)
     waits = {wait.name: wait for wait in result.waits}

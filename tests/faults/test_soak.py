@@ -19,9 +19,8 @@ from tests.support.fake_runner import expected_output
 from tests.support.server_process import server_process
 from tests.support.service import PROMPT, ids_of, make_start, rest_of
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 async def test_no_token_is_lost_or_doubled_among_clients_of_every_kind(tmp_path: Path) -> None:
     result = await soak(tmp_path, num_clients=60, seconds=20)
     assert result.faults == []
@@ -36,7 +35,7 @@ async def test_no_token_is_lost_or_doubled_among_clients_of_every_kind(tmp_path:
     [((50, 20, 9, 4, 1, 0, 1, 0, 1, 0), True), ((2,) * 10, False), ((0,) * 4, None)],
     ids=["levels off", "grows on", "too short"],
 )
-async def test_memory_that_levels_off_is_told_from_memory_that_grows(
+def test_memory_that_levels_off_is_told_from_memory_that_grows(
     growth_by_minute: tuple[int, ...], is_flat: bool | None
 ) -> None:
     sizes = [300 + sum(growth_by_minute[:i]) for i in range(1, len(growth_by_minute) + 1)]
@@ -48,6 +47,7 @@ async def test_memory_that_levels_off_is_told_from_memory_that_grows(
         assert growth.bytes_per_action * 1000 == pytest.approx(2 * 2**20)
 
 
+@pytest.mark.slow
 async def test_no_stream_is_cut_by_a_drain_under_load() -> None:
     drains = await drain_often(2)
     assert drains.cut == 0
@@ -56,6 +56,7 @@ async def test_no_stream_is_cut_by_a_drain_under_load() -> None:
     assert set(drains.late) <= {"UNAVAILABLE", "OK"}
 
 
+@pytest.mark.slow
 async def test_whoever_was_served_by_a_killed_server_is_told_and_the_next_one_serves(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -100,6 +100,21 @@ async def test_what_failed_is_freed_and_told(operations: Operations) -> None:
     assert operations.ended == ["freed"]
 
 
+@pytest.mark.parametrize("told", [None, ValueError("the call is over")])
+async def test_whoever_waits_is_told_when_freeing_fails(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch, told: Exception | None
+) -> None:
+    monkeypatch.setattr(operations, "ended", None)
+    waiting = asyncio.ensure_future(_executed())
+    await asyncio.sleep(0)
+    if told is None:
+        operations.future.set_result(None)
+    else:
+        operations.future.set_exception(told)
+    with pytest.raises(AttributeError, match="append"):
+        await waiting
+
+
 @pytest.mark.parametrize("has_succeeded", [True, False])
 async def test_what_nobody_waits_for_any_more_is_freed_at_its_end(
     operations: Operations, has_succeeded: bool
