@@ -45,16 +45,13 @@ class ControlGroup:
 
     def num_cores(self) -> int | None:
         """Whole cores that may be used at once, one at least; None where no group sets a limit."""
-        quotas = [_read(folder / "cpu.max").split() for folder in self._folders("")]
-        quotas += [
-            [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
+        told = [_read(folder / "cpu.max").split() for folder in self._folders("")]
+        told += [
+            [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
             for folder in self._folders("cpu")
         ]
-        cores = (
-            max(1, int(quota[0]) // int(quota[1]))
-            for quota in quotas
-            if len(quota) == 2 and quota[0] not in ("", "max", "-1")
-        )
+        numbers = ([_number(text) for text in each] for each in told if len(each) == 2)
+        cores = (max(1, quota // period) for quota, period in numbers if quota is not None and period)
         return min(cores, default=None)
 
     def _folders(self, controller: str) -> Iterator[Path]:
@@ -76,22 +73,28 @@ class ControlGroup:
 def _free_memory(
     folder: Path, limit_names: tuple[str, ...], usage_name: str, cache_keys: tuple[str, str, str]
 ) -> int | None:
-    limits = [_read(folder / name).strip() for name in limit_names]
-    usage = _read(folder / usage_name).strip()
-    in_bytes = [int(limit) for limit in limits if limit not in ("", "max")]
-    if not in_bytes or not usage:
+    limits = [_number(_read(folder / name)) for name in limit_names]
+    usage = _number(_read(folder / usage_name))
+    in_bytes = [limit for limit in limits if limit is not None]
+    if not in_bytes or usage is None:
         return None
     # Files that were read, a model's for one, are let go where memory is asked for; those that are mapped, as
     # libraries are, are in use.
-    stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines())
-    inactive, active, mapped = (int(stat.get(key, 0)) for key in cache_keys)
+    stat = dict(line.partition(" ")[::2] for line in _read(folder / "memory.stat").splitlines())
+    inactive, active, mapped = (_number(stat.get(key, "")) or 0 for key in cache_keys)
     can_go = inactive + max(0, active - mapped)
-    return max(0, min(in_bytes) - int(usage) + min(int(usage), can_go))
+    return max(0, min(in_bytes) - usage + min(usage, can_go))
+
+
+def _number(text: str) -> int | None:
+    """What a file gives as a number; None for anything else, such as "max", or "-1" for no limit."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _read(file: Path) -> str:
     """What a file says; nothing where there is none, or none that may be read."""
     try:
-        return file.read_text()
+        return file.read_text(errors="replace")
     except OSError:
         return ""
