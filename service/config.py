@@ -349,6 +349,8 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
 def _problems(error: ValidationError, argv: Sequence[str], file: Mapping[str, object]) -> Iterator[str]:
     for fault in error.errors():
         message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"].startswith("byte_size"):
+            message = "input should be a size such as 512MiB or 3GiB"
         if not fault["loc"]:
             yield in_flags(message)
             continue

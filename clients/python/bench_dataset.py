@@ -41,7 +41,9 @@ def read_workload(path: Path, output_len: Lengths | None = None, seed: int = 0) 
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise WorkloadError(f"{path}: can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise WorkloadError(f"{path}: can't be read as text: {error}") from None
     lengths = _OutputLengths(output_len, seed)
     if path.suffix == ".json":

@@ -39,11 +39,12 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class Counts:
-    """How a run stands: conversations that are over; requests that have begun, are over, have failed;
-    tokens."""
+    """How a run stands: conversations that are over; requests that are due, are held back until fewer are
+    open, are over, have failed; tokens."""
 
     num_conversations_over: int = 0
     num_begun: int = 0
+    num_held: int = 0
     num_over: int = 0
     num_failed: int = 0
     num_tokens: int = 0
@@ -149,7 +150,11 @@ class LoadRun:
         try:
             async with AsyncExitStack() as stack:
                 if self._places is not None:
-                    await stack.enter_async_context(self._places)
+                    self.counts.num_held += 1
+                    try:
+                        await stack.enter_async_context(self._places)
+                    finally:
+                        self.counts.num_held -= 1
                 await stack.enter_async_context(asyncio.timeout(self._options.timeout_s))
                 record.sent_s = self.now_s
                 parts = await stack.enter_async_context(aclosing(self._connection.ask(ask)))

@@ -176,7 +176,12 @@ def notes(result: BenchResult) -> list[str]:
         said.append("prompts were sent more than once: a prefix cache may have known them.")
     late = summary.lateness_s
     if late is not None and summary.ttft_s is not None and late.at(99) > 0.1 * summary.ttft_s.at(50):
-        said.append("the client itself was late (see the last row): it, too, needs processor time.")
+        settings = result.settings
+        is_open = settings.rate_per_s is not None or settings.arrivals == "recorded"
+        if is_open and settings.concurrency is not None and summary.peak_concurrency >= settings.concurrency:
+            said.append(f"requests were held back, {settings.concurrency} being open (see the last row).")
+        else:
+            said.append("the client itself was late (see the last row): it, too, needs processor time.")
     return said
 
 

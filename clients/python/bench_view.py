@@ -67,5 +67,6 @@ def state_line(load: LoadRun) -> str:
     counts = load.counts
     rate = counts.num_tokens / load.now_s if load.now_s > 0 else 0.0
     failed = f", {counts.num_failed} failed" if counts.num_failed else ""
-    running = counts.num_begun - counts.num_over
-    return f"{running} running{failed}, {counts.num_tokens} tokens, {rate:.0f} tokens/s"
+    held = f", {counts.num_held} held back" if counts.num_held else ""
+    running = counts.num_begun - counts.num_over - counts.num_held
+    return f"{running} running{held}{failed}, {counts.num_tokens} tokens, {rate:.0f} tokens/s"

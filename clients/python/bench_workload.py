@@ -94,7 +94,7 @@ class Lengths:
             if kind in ("geometric", "normal", "lognormal"):
                 self._draw = self._shaped(kind, numbers)
             else:
-                self._low, self._high = _bounds(kind) if "-" in kind else (int(kind), int(kind))
+                self._low, self._high = _bounds(kind) if "-" in kind else (_whole(kind), _whole(kind))
                 self._draw = self._uniform
                 if numbers:
                     raise ValueError("too many parts")
@@ -120,7 +120,7 @@ class Lengths:
             raise ValueError(f"{kind} has {num_parameters} parameters")
         if len(numbers) > num_parameters:
             self._low, self._high = _bounds(numbers.pop())
-        first, *rest = [float(number) for number in numbers]
+        first, *rest = [_number(number) for number in numbers]
         spread = rest[0] if rest else 0.0
         if not 1 <= first < math.inf or not 0 <= spread < math.inf:
             raise ValueError("its parameters are out of range")
@@ -137,7 +137,21 @@ class Lengths:
 
 def _bounds(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    return int(low), int(high)
+    return _whole(low), _whole(high)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _token(access: Access) -> str | None:
     if access.token_file is None:
         return access.token or None
     try:
-        return access.token_file.read_text(encoding="utf-8").strip()
+        token = access.token_file.read_text(encoding="utf-8").strip()
     except OSError as error:
         fail(f"--token-file {access.token_file}: can't be read: {error.strerror}", USAGE)
     except UnicodeDecodeError:
@@ -139,3 +139,10 @@ def _token(access: Access) -> str | None:
             f"--token-file {access.token_file}: is no text: `headrace token NAME > FILE` writes one",
             USAGE,
         )
+    if ":sha256$" in token:
+        fail(
+            f"--token-file {access.token_file}: holds hashes, which are for the server's --auth-tokens: "
+            "give the token that `headrace token` printed",
+            USAGE,
+        )
+    return token

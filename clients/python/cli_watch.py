@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from headrace.clients.cli_outcome import FAILED, USAGE, fail, require_server, ru
 from headrace.clients.targets import DEFAULT_CONTROL_TARGET
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from headrace.clients.step_log import StepLog
     from headrace.clients.timeline import RecordingLimits
@@ -128,13 +129,16 @@ def timeline(
         recording.require_pictures(wanted)
         if target is None:
             require_server("timeline")
-            logs: Sequence[StepLog] = run(recording.record_demo(model=model, num_slots=slots, dtype=dtype))
-        else:
-            logs = [run(_record(target, recording.RecordingLimits(seconds, requests)))]
-        num_steps = max(log.num_steps for log in logs)
-        for log in logs:
-            for path in recording.write_log(log, out, wanted, num_steps=num_steps):
-                typer.echo(path)
+        with _made(out):
+            logs: Sequence[StepLog]
+            if target is None:
+                logs = run(recording.record_demo(model=model, num_slots=slots, dtype=dtype))
+            else:
+                logs = [run(_record(target, recording.RecordingLimits(seconds, requests)))]
+            num_steps = max(log.num_steps for log in logs)
+            for log in logs:
+                for path in recording.write_log(log, out, wanted, num_steps=num_steps):
+                    typer.echo(path)
     except recording.PicturesNotInstalledError as error:
         fail(str(error), USAGE)
     except recording.NothingRecordedError as error:
@@ -144,6 +148,19 @@ def timeline(
         raise typer.Exit(FAILED) from None
     except OSError as error:
         fail(f"{error.filename or out}: can't be written: {error.strerror}", FAILED)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make `folder` before what takes long, lest that be for nothing; remove it again if it stays empty."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 async def _record(target: str, limits: RecordingLimits) -> StepLog:

@@ -8,6 +8,7 @@ from typing import TypedDict, cast
 from uuid import uuid4
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
@@ -277,6 +278,15 @@ def _set_prompt(start: pb.StartGeneration, prompt: Prompt) -> None:
         extend_ids(start.token_ids.ids, token_ids, "prompt")
 
 
+_INTEGER_BOUNDS = {
+    FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.TYPE_UINT64: (0, 2**64 - 1),
+}
+"""What a field of each integer type can hold, both ends included."""
+
+
 def _set(message: Message, path: str, value: object) -> None:
     """Set the field at `path` below `message`; a text is no list of texts."""
     *parents, name = path.split(".")
@@ -294,6 +304,9 @@ def _set(message: Message, path: str, value: object) -> None:
         else:
             setattr(message, name, value)
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        bounds = _INTEGER_BOUNDS.get(descriptor.type)
+        if bounds is not None and isinstance(value, int):
+            raise InvalidArgument.of(path, f"must be from {bounds[0]} to {bounds[1]}, got {value}") from None
         raise InvalidArgument.of(path, f"can't be {value!r}: {error}") from error
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from itertools import count
 
 import pytest
@@ -16,6 +16,7 @@ from headrace.clients.bench_load import (
     reconcile,
 )
 from headrace.clients.bench_stats import RequestRecord
+from headrace.clients.bench_view import state_line
 from headrace.clients.bench_workload import Conversation, Turn, Workload
 from tests.support.bench_backends import ScriptedBackend
 
@@ -106,6 +107,29 @@ async def test_with_a_cap_the_wait_for_a_place_is_part_of_the_latency() -> None:
     assert first.end_s is not None
     assert last.sent_s is not None
     assert last.sent_s >= first.end_s
+
+
+async def test_what_is_held_back_is_not_called_running() -> None:
+    all_due = asyncio.Event()
+    told = []
+
+    def arrivals() -> Iterator[float]:
+        yield from [0.0] * 5
+        all_due.set()
+        yield 0.0
+
+    async def tell(ask: Ask) -> AsyncGenerator[Tokens | End]:
+        await all_due.wait()
+        told.append(state_line(run))
+        yield Tokens(ask.output_len, (1,) * ask.output_len)
+        yield End()
+
+    options = LoadOptions(arrivals=arrivals(), concurrency=2, num_conversations=5)
+    run = LoadRun(ScriptedBackend(tell), workload(), options)
+    await run.run()
+    assert told[0].startswith("2 running, 3 held back, 0 tokens")
+    assert told[-1].startswith("1 running, 12 tokens") or told[-1].startswith("2 running, 9 tokens")
+    assert run.counts.num_held == 0
 
 
 async def test_a_time_ends_the_sending_and_what_runs_is_finished() -> None:

@@ -42,6 +42,11 @@ def result(*records: RequestRecord, **fields: object) -> BenchResult:
     return BenchResult(**{**defaults, **fields})  # type: ignore[arg-type]
 
 
+def capped(concurrency: int) -> BenchSettings:
+    """Arrivals at a rate, with at most so many open."""
+    return BenchSettings(rate_per_s=5.0, concurrency=concurrency)
+
+
 def test_the_object_is_json_and_has_every_field_that_is_documented() -> None:
     document = json.loads(
         json.dumps(result_as_json(result(record()), ["headrace", "bench"]), allow_nan=False)
@@ -99,6 +104,8 @@ def test_a_run_of_failures_has_no_table_of_latencies() -> None:
         (result(record(num_wanted=9)), "1 answers are shorter"),
         (result(record(num_cached_tokens=5)), "50% of the prompt tokens"),
         (result(record(sent_s=1.9)), "the client itself was late"),
+        (result(record(sent_s=1.9), settings=capped(2)), "the client itself was late"),
+        (result(record(sent_s=1.9), settings=capped(1)), "requests were held back, 1 being open"),
         (result(record()), "whenever the client came to send it"),
     ],
 )

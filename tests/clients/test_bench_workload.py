@@ -82,6 +82,20 @@ def test_what_is_no_distribution_is_refused_with_the_right_forms(word: str) -> N
         Lengths(word)
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("x", "'x' is no whole number"),
+        ("3-y", "'y' is no whole number"),
+        ("normal:5:z", "'z' is no number"),
+        ("5-3", "the smaller one comes first"),
+    ],
+)
+def test_what_is_wrong_with_a_distribution_is_said(word: str, said: str) -> None:
+    with pytest.raises(WorkloadError, match=said):
+        Lengths(word)
+
+
 def test_the_same_number_is_the_same_conversation_whatever_was_made_before() -> None:
     assert made().conversation(7) == made().conversation(7)
     assert made().conversation(7) != made().conversation(8)

@@ -77,6 +77,14 @@ async def test_who_comes_to_a_port_in_the_wrong_way_is_told_the_right_one(tmp_pa
     assert "Method not found" not in operators.err
 
 
+async def test_the_servers_file_of_hashes_is_no_token(tmp_path: Path) -> None:
+    hashes = tmp_path / "tokens"
+    hashes.write_text("alice:sha256$00:generate\n", encoding="utf-8")
+    outcome = await run_headrace("--token-file", str(hashes), "health", "-t", "127.0.0.1:1")
+    assert outcome.status == 2
+    assert outcome.err.startswith(f"headrace: --token-file {hashes}: holds hashes")
+
+
 async def test_what_can_not_be_used_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="could be read by others"):
         open_channel("example.com:1", None, ConnectionOptions(token=TOKEN))

@@ -100,6 +100,16 @@ async def test_ctrl_c_ends_a_recording_and_writes_it(tmp_path: Path) -> None:
     assert b"steps" in err or b"made no step" in err
 
 
+async def test_a_folder_that_can_not_be_made_is_said_before_anything_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = ("timeline", "-t", NOBODY, "--format", "trace", "-o")
+    outcome = await run_headrace(*arguments, f"{tmp_path}/file/pictures")
+    assert outcome.status == 1
+    assert outcome.err == f"headrace: {tmp_path}/file/pictures: can't be written: Not a directory\n"
+    assert (await run_headrace(*arguments, f"{tmp_path}/none")).status == 1
+    assert not (tmp_path / "none").exists(), "nothing was written into it"
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

@@ -194,6 +194,23 @@ def test_a_value_that_does_not_fit_names_its_field(options: dict[str, object], f
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_tokens": -1}, "must be from 0 to 4294967295, got -1"),
+        ({"seed": 2**64}, "must be from 0 to 18446744073709551615, got 18446744073709551616"),
+        ({"priority": 2**31}, "must be from -2147483648 to 2147483647, got 2147483648"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_field_holds_is_refused_with_the_bounds(
+    options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        start_message("p", cast("RequestOptions", options))
+    assert [violation.description for violation in caught.value.violations] == [said]
+
+
 def test_a_mistyped_option_is_no_option() -> None:
     with pytest.raises(TypeError, match="max_token"):
         start_message("p", cast("RequestOptions", {"max_token": 5}))

@@ -122,6 +122,7 @@ def test_each_wrong_value_is_one_line_that_names_where_it_came_from(
     starts = ["--port:", "--dtype:", "HEADRACE_BLOCK_SIZE:", "--kv-memory:", "key drain_grace_s of the file:"]
     assert sorted(line.split(":")[0] + ":" for line in told) == sorted(starts)
     assert any("70000" in line for line in told)
+    assert "--kv-memory: input should be a size such as 512MiB or 3GiB, got '3 parsecs'" in told
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
