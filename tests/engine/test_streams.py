@@ -68,7 +68,7 @@ async def test_iteration_ends_behind_the_last_event():
 
 async def test_a_second_reader_is_refused_and_the_first_gets_everything():
     stream = make_stream()
-    first = asyncio.create_task(anext(aiter(stream)))
+    first = asyncio.ensure_future(anext(aiter(stream)))
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="one reader at a time"):
         await anext(aiter(stream))
@@ -78,7 +78,7 @@ async def test_a_second_reader_is_refused_and_the_first_gets_everything():
 
 async def test_who_gave_up_waiting_leaves_the_stream_to_another_reader():
     stream = make_stream()
-    first = asyncio.create_task(anext(aiter(stream)))
+    first = asyncio.ensure_future(anext(aiter(stream)))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait({first})
