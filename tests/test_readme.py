@@ -163,7 +163,7 @@ async def test_every_flag_and_variable_that_is_named_exists() -> None:
     helps = [await run_headrace(*command, "--help") for command in [(), *((name,) for name in commands)]]
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(outcome.out for outcome in helps)))
     known |= {"--help", "--raw", "--only"}
-    known |= {"--read-only"}  # `docker run`'s
+    known |= {"--read-only", "--user"}  # `docker run`'s
     for name in set(re.findall(r"python -m tests\.benchmarks\.(\w+)", README)):
         program = next(
             path for path in (BENCHMARKS / f"{name}.py", BENCHMARKS / name / "__main__.py") if path.exists()
