@@ -111,8 +111,9 @@ def _row_result(
     if row.num_prompt_logprobs is not None:
         num_top = row.num_prompt_logprobs
         prompt_of = [read_logprobs(next(told), num_top) for _ in range(row.num_prompt_successors)]
-    if not is_healthy or None in prompt_of or failure is not None or not has_choice:
-        return _failed(failure, is_healthy and None not in prompt_of)
+    is_finite = bool(is_healthy) and None not in prompt_of
+    if not (is_finite and has_choice) or failure is not None:
+        return _failed(failure, is_finite)
     return RowResult(
         tuple(run),
         logprobs=tuple(entry for entry in logprobs_of if entry is not None),

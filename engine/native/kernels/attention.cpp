@@ -1,6 +1,7 @@
 // Attention over a paged cache, tile by tile: online softmax (arXiv 1805.02867) with tiles as in FlashAttention
 // (arXiv 2205.14135), long rows cut as in Flash-Decoding. Compiled once per instruction set; HEADRACE_VARIANT is
-// its name.
+// its name. The file is long since Worker is one class: its two ways through a tile, for few rows and for many, share
+// scratch memory, the look ahead, and softmax.
 #include "attention.h"
 
 #include "attention_avx2.h"
