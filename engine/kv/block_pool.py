@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -25,7 +25,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         self._ref_counts = [0] * num_blocks
-        self._free: deque[int] = deque(range(1, num_blocks))
+        # The last in is the first out: memory that was used lately is in the caches, and memory that was
+        # never used costs a page fault for every page of it.
+        self._free = list(range(num_blocks - 1, 0, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._is_worth_keeping: set[int] = set()
         self._num_references = 0
@@ -60,7 +62,7 @@ class BlockPool:
         """Take `num_blocks` blocks with one reference each; None and no change when there are fewer."""
         if num_blocks == 1 and self._free:
             # Running sequences grow by one block at a time.
-            block_id = self._free.popleft()
+            block_id = self._free.pop()
             self._ref_counts[block_id] = 1
             self._num_references += 1
             return [block_id]
@@ -68,7 +70,7 @@ class BlockPool:
             return None
         while len(self._free) < num_blocks:
             self._evict_oldest()
-        block_ids = [self._free.popleft() for _ in range(num_blocks)]
+        block_ids = [self._free.pop() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         self._num_references += num_blocks

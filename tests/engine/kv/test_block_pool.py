@@ -33,6 +33,17 @@ def test_a_released_block_can_be_taken_again():
     assert sorted(pool.allocate(2) or []) == sorted(first)
 
 
+def test_blocks_that_were_used_come_before_blocks_that_never_were():
+    pool = make_pool(100)
+    used = pool.allocate(10)
+    assert used == list(range(1, 11))
+    # As tables are released: the end of a sequence first.
+    pool.release(reversed(used))
+    assert pool.allocate(7) == used[:7]
+    assert [pool.allocate(1) for _ in range(3)] == [[block_id] for block_id in used[7:]]
+    assert pool.allocate(1) == [11]
+
+
 def test_releasing_a_block_that_nobody_holds_is_an_error():
     pool = make_pool(3)
     block_ids = pool.allocate(1)
