@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ from headrace.v1.generation_pb2 import (
 )
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.benchmarks.options import numbers, reals, words
+from tests.support.child_process import child_process
 from tests.support.clock_model import make_clock_model, seconds_since
 from tests.support.server_process import ServerProcess, server_process
 
@@ -271,26 +273,18 @@ def _loop_cpu_s(process: psutil.Process) -> float:
 async def _engine_alone(flags: Sequence[str]) -> AsyncIterator[Callable[[int, int], Awaitable[Pace]]]:
     """An engine in a process of its own, which runs so many requests of so many tokens each time it is told
     to."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", MODULE, "engine", *flags),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    told, heard = process.stdin, process.stdout
+    async with child_process(
+        *(sys.executable, "-m", MODULE, "engine", *flags), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, heard = process.stdin, process.stdout
 
-    async def run(num_streams: int, max_tokens: int) -> Pace:
-        told.write(f"{num_streams} {max_tokens}\n".encode())
-        return Pace(*json.loads(await heard.readline()))
+        async def run(num_streams: int, max_tokens: int) -> Pace:
+            told.write(f"{num_streams} {max_tokens}\n".encode())
+            return Pace(*json.loads(await heard.readline()))
 
-    try:
         yield run
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def engine_alone(flags: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from headrace.v1 import generation_pb2
 from tests.support.fake_scripts import bad_request, echo_once, fails, says, says_and_hangs
 from tests.support.fake_server import running_fake_server
-from tests.support.programs import HEADRACE, headrace_on_terminal, run_headrace, start_headrace
+from tests.support.programs import HEADRACE, headrace_on_pipes, headrace_on_terminal, run_headrace
 from tests.support.service import running_service
 
 COMMANDS = ("generate", "chat", "health", "demo", "bench", "tune")
@@ -350,11 +350,11 @@ async def test_nobody_there_is_one_line(command: tuple[str, ...]) -> None:
 
 async def test_ctrl_c_ends_generate_and_cancels_the_request() -> None:
     async with running_fake_server(says_and_hangs) as server:
-        process = await start_headrace("generate", "hi", "-t", server.target)
-        assert process.stdout is not None
-        assert await process.stdout.readexactly(3) == b"one"
-        process.send_signal(signal.SIGINT)
-        _, err = await process.communicate()
+        async with headrace_on_pipes("generate", "hi", "-t", server.target) as process:
+            assert process.stdout is not None
+            assert await process.stdout.readexactly(3) == b"one"
+            process.send_signal(signal.SIGINT)
+            _, err = await process.communicate()
         await server.record.until(lambda record: len(record.cancelled) == 1)
     assert process.returncode == 130
     assert b"Traceback" not in err
@@ -386,12 +386,6 @@ async def test_after_ctrl_c_the_shells_prompt_stands_in_a_line_of_its_own() -> N
 
 async def test_a_reader_that_goes_away_ends_generate_quietly() -> None:
     async with running_fake_server(default=says(*["word "] * 20_000)) as server:
-        process = await asyncio.create_subprocess_shell(
-            f"{' '.join(HEADRACE)} generate hi -t {server.target} | head -c 5; exit ${{PIPESTATUS[0]}}",
-            executable="/bin/bash",
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await process.communicate()
-    assert out == b"word "
-    assert err == b""
+        line = f"{' '.join(HEADRACE)} generate hi -t {server.target} | head -c 5"
+        outcome = await run_headrace(program=("/bin/bash", "-c", line))
+    assert (outcome.out, outcome.err) == ("word ", "")

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.clients.client import InferenceClient
 from headrace.clients.demo_server import DemoServer, running_server
-from tests.support.programs import headrace_on_terminal, run_headrace, start_headrace
+from tests.support.programs import headrace_on_pipes, headrace_on_terminal, run_headrace
 
 SERVE = (sys.executable, "-m", "tests.support.serve_fake", "fine")
 NOBODY = "127.0.0.1:1"
@@ -41,12 +41,12 @@ async def busy_server() -> AsyncIterator[DemoServer]:
 
 async def line_with(words: str, *arguments: str) -> str:
     """The first line of what a command prints that has some words in it; then it gets a Ctrl-C."""
-    process = await start_headrace(*arguments)
-    assert process.stdout is not None
-    while words not in (line := (await process.stdout.readline()).decode()):
-        assert line, f"it ended without {words!r}"
-    process.send_signal(signal.SIGINT)
-    _, err = await process.communicate()
+    async with headrace_on_pipes(*arguments) as process:
+        assert process.stdout is not None
+        while words not in (line := (await process.stdout.readline()).decode()):
+            assert line, f"it ended without {words!r}"
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
     assert (process.returncode, err) == (0, b"")
     return line
 
@@ -86,11 +86,13 @@ async def test_top_on_a_terminal_is_live_and_ctrl_c_leaves_it_as_it_was() -> Non
 
 
 async def test_ctrl_c_ends_a_recording_and_writes_it(tmp_path: Path) -> None:
-    async with busy_server() as server:
-        process = await start_headrace(
+    async with (
+        busy_server() as server,
+        headrace_on_pipes(
             *("timeline", "-t", server.control_target, "--seconds", "300"),
             *("-o", str(tmp_path), "--format", "trace"),
-        )
+        ) as process,
+    ):
         assert process.stderr is not None
         assert b"Recording" in await process.stderr.readline()
         process.send_signal(signal.SIGINT)

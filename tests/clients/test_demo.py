@@ -14,7 +14,7 @@ import pytest
 
 from headrace.clients.demo import DemoFailedError, run_demo
 from headrace.clients.demo_prompts import DEMO_REQUESTS, DemoRequest
-from tests.support.programs import headrace_on_terminal, start_headrace
+from tests.support.programs import headrace_on_pipes, headrace_on_terminal
 
 SERVE = (sys.executable, "-m", "tests.support.serve_fake")
 FEW = tuple(
@@ -88,14 +88,14 @@ async def test_a_server_that_dies_is_told_with_its_last_words() -> None:
     "signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name
 )
 async def test_a_signal_ends_the_demo_and_its_server(signum: signal.Signals) -> None:
-    process = await start_headrace(program=(sys.executable, "-c", PROGRAM, "hangs_in_load"))
-    assert process.stderr is not None
-    line = b""
-    while b"listening" not in line:
-        line = await process.stderr.readline()
-        assert line
-    process.send_signal(signum)
-    await process.communicate()
+    async with headrace_on_pipes(program=(sys.executable, "-c", PROGRAM, "hangs_in_load")) as process:
+        assert process.stderr is not None
+        line = b""
+        while b"listening" not in line:
+            line = await process.stderr.readline()
+            assert line
+        process.send_signal(signum)
+        await process.communicate()
     assert process.returncode != 0
     # A line for people, as all of the demo's.
     pid = re.search(rb"\bpid=(\d+)", line)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headrace.clients.cli import app
 from tests.support.fake_scripts import HangsAfter
 from tests.support.fake_server import running_fake_server
-from tests.support.programs import run_headrace, start_headrace
+from tests.support.programs import headrace_on_pipes, run_headrace
 
 SHORT = ("--prompt-len", "4", "--output-len", "3", "--rounds", "1")
 
@@ -34,10 +34,12 @@ async def test_a_running_server_gets_a_curve_pictures_and_flags(tmp_path: Path) 
 
 async def test_ctrl_c_keeps_what_is_measured(tmp_path: Path) -> None:
     second_point = HangsAfter(16 + 1 + 2)
-    async with running_fake_server(default=second_point) as server:
-        process = await start_headrace(
+    async with (
+        running_fake_server(default=second_point) as server,
+        headrace_on_pipes(
             "tune", "-t", server.target, "-c", "1,2", *SHORT, "--out", str(tmp_path)
-        )
+        ) as process,
+    ):
         await second_point.hangs.wait()
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()

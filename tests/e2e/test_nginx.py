@@ -13,6 +13,7 @@ import pytest
 
 from headrace.clients import InferenceClient, Tls
 from tests.support.certificates import Authority
+from tests.support.child_process import child_process
 from tests.support.fake_runner import expected_output
 from tests.support.repository import ROOT
 from tests.support.service import PROMPT, running_service
@@ -57,19 +58,12 @@ async def running_nginx(addresses: list[str], folder: Path) -> AsyncIterator[str
     """nginx in front of some servers, with a certificate for localhost; its target."""
     (folder / "nginx.conf").write_text(MAIN % the_example(addresses, folder))
     assert NGINX is not None
-    process = await asyncio.create_subprocess_exec(
-        *(NGINX, "-p", str(folder), "-c", "nginx.conf", "-e", "error.log"),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
+    command = (NGINX, "-p", str(folder), "-c", "nginx.conf", "-e", "error.log")
+    async with child_process(*command, stderr=asyncio.subprocess.PIPE, grace_s=10) as process:
         while not (folder / "socket").exists() and process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert process.returncode is None, (await process.communicate())[1].decode()
         yield f"unix:{folder}/socket"
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.communicate()
 
 
 async def test_streams_and_sessions_pass_through_it_and_are_spread(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -27,7 +26,8 @@ from headrace.v1.generation_pb2 import (
     StopOptions,
 )
 from tests.support.model_files import edited_json
-from tests.support.server_process import ROOT, server_process
+from tests.support.programs import run_headrace
+from tests.support.server_process import server_process
 from tests.support.service import RawSession, ids_of, make_start, violated_fields
 from tests.support.tiny_models import IM_END_ID, tiny_llama, tiny_tokenizer, write_tiny_llama
 
@@ -41,6 +41,7 @@ PROMPTS = (
     "A keeper opens the gate. " * 4,
 )
 NUM_TOKENS = 24
+SERVE = (sys.executable, "-m", "headrace.service", "serve")
 
 
 def transformers_ids(prompt: tuple[int, ...]) -> list[int]:
@@ -189,16 +190,11 @@ async def test_a_folder_that_cannot_be_served_is_one_clear_line_and_exit_code_tw
         folder = tmp_path / f"folder-{number}"
         shutil.copytree(whole, folder)
         DAMAGES[number](folder)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "headrace.service", "serve", "--model", str(folder)),
-            *("--port", "0", "--control-port", "0", "--log-format", "json"),
-            cwd=ROOT,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, written = await process.communicate()
-        lines = written.decode().splitlines()
-        assert process.returncode == 2, lines
-        assert "Traceback" not in written.decode()
+        flags = ("--port", "0", "--control-port", "0", "--log-format", "json")
+        outcome = await run_headrace("--model", str(folder), *flags, program=SERVE)
+        lines = outcome.err.splitlines()
+        assert outcome.status == 2, lines
+        assert "Traceback" not in outcome.err
         assert not any('"ready"' in line for line in lines)
         assert lines[-1].startswith("headrace: ")
         assert str(folder) in lines[-1]

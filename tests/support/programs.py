@@ -8,8 +8,10 @@ import pty
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+
+from tests.support.child_process import child_process
 
 _PATIENCE_S = 5.0
 HEADRACE = (sys.executable, "-m", "headrace.clients.cli")
@@ -42,20 +44,18 @@ async def run_headrace(
     Args:
         environment: variables beside the usual ones.
     """
-    process = await start_headrace(*arguments, program=program, environment=environment)
-    out, err = await process.communicate(stdin.encode())
+    async with headrace_on_pipes(*arguments, program=program, environment=environment) as process:
+        out, err = await process.communicate(stdin.encode())
     assert process.returncode is not None
     return Outcome(process.returncode, out.decode(), err.decode())
 
 
-async def start_headrace(
+def headrace_on_pipes(
     *arguments: str, program: tuple[str, ...] = HEADRACE, environment: Mapping[str, str] | None = None
-) -> Process:
-    """Start with its standard streams on pipes."""
+) -> AbstractAsyncContextManager[Process]:
+    """Start with its standard streams on pipes; it is ended when the block is left."""
     variables = {**_environment(), **(environment or {})}
-    return await asyncio.create_subprocess_exec(
-        *program, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables
-    )
+    return child_process(*program, *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables)
 
 
 class Terminal:
@@ -116,25 +116,22 @@ async def headrace_on_terminal(
 ) -> AsyncIterator[Terminal]:
     """Start on a terminal; it is ended when the block is left."""
     ours, theirs = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
+    async with child_process(
         *(sys.executable, "-c", _ON_TERMINAL),
         *program,
         *arguments,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        start_new_session=True,
+        has_own_session=True,
         env={**_environment(), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
-    )
-    os.close(theirs)  # so that the program's end is the terminal's end
-    terminal = Terminal(process, ours)
-    try:
-        yield terminal
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        terminal.close()
+    ) as process:
+        os.close(theirs)  # so that the program's end is the terminal's end
+        terminal = Terminal(process, ours)
+        try:
+            yield terminal
+        finally:
+            terminal.close()
 
 
 def _environment() -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.v1.control_pb2_grpc import ControlServiceStub
 from headrace.v1.generation_pb2_grpc import GenerationServiceStub
+from tests.support.child_process import child_process, end_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,41 +66,37 @@ async def server_process(
     plan: str, ready_file: Path, *flags: str, module: str = "tests.support.serve_fake"
 ) -> AsyncIterator[ServerProcess]:
     """Start the program over a fake model, on free ports, and wait until its log says that they are bound."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        plan,
+    async with child_process(
+        *(sys.executable, "-m", module, plan),
         *("--port", "0", "--control-port", "0", "--ready-file", str(ready_file), "--log-format", "json"),
         *("--lame-duck-s", "0", *flags),
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    server = ServerProcess(process)
-    listening: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
-    reading = asyncio.create_task(_read_lines(process, server.lines, listening))
-    try:
-        either: set[asyncio.Future[Any]] = {listening, reading}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not listening.done():
-            raise AssertionError(f"the server ended with {await process.wait()}: {server.lines}")
-        ports = listening.result()
-        assert ports["pid"] == process.pid
-        server.port, server.control_port = ports["port"], ports["control_port"]
-        async with (
-            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
-            grpc.aio.insecure_channel(f"127.0.0.1:{server.control_port}") as control_channel,
-        ):
-            server.generation = GenerationServiceStub(channel)
-            server.health_stub = health_pb2_grpc.HealthStub(channel)
-            server.control = ControlServiceStub(control_channel)
-            yield server
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        await reading
+        stderr=PIPE,
+    ) as process:
+        server = ServerProcess(process)
+        listening: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        reading = asyncio.create_task(_read_lines(process, server.lines, listening))
+        try:
+            either: set[asyncio.Future[Any]] = {listening, reading}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():
+                raise AssertionError(f"the server ended with {await process.wait()}: {server.lines}")
+            ports = listening.result()
+            assert ports["pid"] == process.pid
+            server.port, server.control_port = ports["port"], ports["control_port"]
+            async with (
+                grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+                grpc.aio.insecure_channel(f"127.0.0.1:{server.control_port}") as control_channel,
+            ):
+                server.generation = GenerationServiceStub(channel)
+                server.health_stub = health_pb2_grpc.HealthStub(channel)
+                server.control = ControlServiceStub(control_channel)
+                yield server
+        finally:
+            # What it wrote is whole only then.
+            await end_process(process)
+            await reading
 
 
 async def _read_lines(

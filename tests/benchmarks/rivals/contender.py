@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import psutil
 
 from headrace.clients.bench_backend import Ask, Backend, End
 from tests.benchmarks.rivals.work import Timing, Work
+from tests.support.child_process import child_process
 
 MEBI = 1 << 20
 _STOP_GRACE_S = 20.0
@@ -75,39 +77,25 @@ def _peak_kib(pid: int) -> int:
 @asynccontextmanager
 async def process(
     command: Sequence[str], log: Path, *, env: Mapping[str, str], wants_pipes: bool = False
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process in a group of its own, ended with the block.
+) -> AsyncIterator[Process]:
+    """A process in a session of its own, ended with the block.
 
     Args:
         log: file for what it writes; with pipes, for its standard error alone.
         env: its whole environment.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    pipe = asyncio.subprocess.PIPE
     with log.open("wb") as file:
-        started = await asyncio.create_subprocess_exec(
+        async with child_process(
             *command,
-            stdin=pipe if wants_pipes else asyncio.subprocess.DEVNULL,
-            stdout=pipe if wants_pipes else file,
+            stdin=PIPE if wants_pipes else DEVNULL,
+            stdout=PIPE if wants_pipes else file,
             stderr=file,
-            env=dict(env),
-            start_new_session=True,
-            limit=1 << 24,
-        )
-    try:
-        yield started
-    finally:
-        children = _tree(started.pid)[1:] if started.returncode is None else []
-        with suppress(ProcessLookupError):
-            started.terminate()
-        try:
-            await asyncio.wait_for(started.wait(), _STOP_GRACE_S)
-        except TimeoutError:
-            started.kill()
-            await started.wait()
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+            env=env,
+            has_own_session=True,
+            grace_s=_STOP_GRACE_S,
+        ) as started:
+            yield started
 
 
 def served_by(
