@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from itertools import chain
 
 from headrace.engine.errors import IntegrityError
 
@@ -149,34 +149,28 @@ class BlockPool:
             held.update(table)
         if held[NULL_BLOCK]:
             raise IntegrityError("a block table holds the null block")
-        if not self._adds_up(held):
-            self._name_what_does_not(held)
+        num_blocks = len(self._ref_counts)
+        strangers = [block_id for block_id in held if not 0 < block_id < num_blocks]
+        if strangers:
+            raise IntegrityError(f"a block table holds ids that are never allocated: {strangers}")
+        num_tables = [0] * num_blocks
+        for block_id, number in held.items():
+            num_tables[block_id] = number
+        _require_equal(self._ref_counts, num_tables, "block {} counts {} references, {} tables hold it")
+        num_places = [0] * num_blocks
+        for block_id in chain(self._free, self._kept, held):
+            num_places[block_id] += 1
+        one_each = [0] + [1] * (num_blocks - 1)
+        _require_equal(
+            num_places, one_each, "block {} is {} times among the free, kept and held ones, not {}"
+        )
         if held.total() != self._num_references:
             raise IntegrityError(f"{held.total()} references are held, {self._num_references} counted")
 
-    def _adds_up(self, held: Counter[int]) -> bool:
-        """Whether each block is in one place, and counted rightly. Seen in a few passes over all of them: a
-        server that has become idle is asked it each time, whatever the size of its pool."""
-        places = [*self._free, *self._kept, *held]
-        num_usable = len(self._ref_counts) - 1
-        return (
-            len(places) == len(set(places)) == num_usable
-            and (not places or (min(places) == 1 and max(places) == num_usable))
-            and self._ref_counts.count(0) == len(self._ref_counts) - len(held)
-            and all(self._ref_counts[block_id] == number for block_id, number in held.items())
-        )
 
-    def _name_what_does_not(self, held: Counter[int]) -> NoReturn:
-        unused = Counter([*self._free, *self._kept])
-        for block_id in range(1, len(self._ref_counts)):
-            num_held, num_places = held[block_id], unused[block_id]
-            if self._ref_counts[block_id] != num_held:
-                raise IntegrityError(
-                    f"block {block_id} counts {self._ref_counts[block_id]} references, "
-                    f"{num_held} tables hold it"
-                )
-            if num_places + (num_held > 0) != 1:
-                raise IntegrityError(
-                    f"block {block_id}: in {num_held} tables and {num_places} lists of unused ones"
-                )
-        raise IntegrityError("an id is held or unused that is never allocated, or the null block is counted")
+def _require_equal(found: list[int], wanted: list[int], told: str) -> None:
+    """Both are by block id. They are compared at once: a server that has become idle audits its pool each
+    time, whatever its size."""
+    if found != wanted:
+        block_id = next(i for i, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
+        raise IntegrityError(told.format(block_id, found[block_id], wanted[block_id]))

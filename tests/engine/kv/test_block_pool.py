@@ -1,3 +1,5 @@
+from typing import cast
+
 import pytest
 
 from headrace.engine.errors import IntegrityError
@@ -61,7 +63,8 @@ def test_releasing_a_block_that_nobody_holds_is_an_error():
         ([[1, 2], [1]], "block 1 counts 1 references, 2 tables hold it"),
         ([[1]], "block 2 counts 1 references, 0 tables hold it"),
         ([[1, 2], [2]], "block 2 counts 1 references, 2 tables hold it"),
-        ([[1, 2, 9]], "that is never allocated"),
+        ([[1, 2, 5]], r"never allocated: \[5\]"),
+        ([[1, 2, -1]], r"never allocated: \[-1\]"),
         ([[1, 2, 3]], "block 3 counts 0 references, 1 tables hold it"),
     ],
 )
@@ -70,6 +73,23 @@ def test_the_audit_finds_what_does_not_add_up(tables, message):
     pool.allocate(2)
     with pytest.raises(IntegrityError, match=message):
         pool.check_integrity(tables)
+
+
+def test_the_audit_finds_a_block_that_is_in_two_places_or_in_none():
+    for broken_id, message in ((3, "block 3 is 2 times"), (NULL_BLOCK, "block 0 is 1 times")):
+        pool = make_pool(5)
+        # As a reference that nobody took would.
+        cast("list[int]", pool.ref_counts)[broken_id] = 1
+        with pytest.raises(IntegrityError, match=f"block {broken_id} counts 1 references, 0 tables hold it"):
+            pool.check_integrity([])
+        pool.release([broken_id])
+        with pytest.raises(IntegrityError, match=message):
+            pool.check_integrity([])
+    pool = make_pool(5)
+    pool.allocate(2)
+    cast("list[int]", pool.ref_counts)[2] = 0
+    with pytest.raises(IntegrityError, match="block 2 is 0 times"):
+        pool.check_integrity([[1]])
 
 
 def test_the_audit_passes_a_pool_that_adds_up():
