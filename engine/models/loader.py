@@ -76,13 +76,12 @@ def load_decoder(
     with Checkpoint(folder) as checkpoint:
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
-        may_keep = weight_kind is WeightKind.SAME and may_keep_bf16(dtype, device)
-        if may_keep and _is_stored_bf16(checkpoint, spec):
+        weight_kind = settle_weight_kind(weight_kind, checkpoint, spec, dtype, device)
+        if weight_kind is WeightKind.KEPT_BF16:
             _log.info(
                 "the checkpoint's weights are bfloat16 and stay so, computed with in %s: nothing is lost",
                 dtype,
             )
-            weight_kind = WeightKind.KEPT_BF16
         source = _ConvertedWeights(checkpoint, spec, dtype, device, progress)
         decoder = Decoder(spec, source, max_len=max_len, weight_kind=weight_kind, reduced_head=reduced_head)
     bos = config_file.integers("bos_token_id")
@@ -181,33 +180,6 @@ def _widens_bfloat16() -> bool:
     return kit is not None and kit.linears.suits(torch.empty((1, 2), dtype=torch.bfloat16))
 
 
-def may_stay_bf16(folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a folder's weights would be kept in bfloat16, in which they are stored, although `dtype` is
-    computed in; yes, too, where its files can't be looked at."""
-    if not may_keep_bf16(dtype, device):
-        return False
-    try:
-        with Checkpoint(folder) as checkpoint:
-            return not spec.tensors().keys() <= checkpoint.names or _is_stored_bf16(checkpoint, spec)
-    except ModelLoadError:
-        # Whoever reads the weights says what is wrong with them.
-        return True
-
-
-def may_keep_bf16(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights that are stored in bfloat16 would stay so although `dtype` is computed in."""
-    kit = native_kit()
-    return (
-        dtype is torch.float32 and device.type == "cpu" and kit is not None and kit.linears.suits_kept_bf16()
-    )
-
-
-def _is_stored_bf16(checkpoint: Checkpoint, spec: DecoderSpec) -> bool:
-    """Gains and biases, which a file may hold in another type, are few."""
-    matrices = [name for name, shape in spec.tensors().items() if len(shape) > 1]
-    return all(checkpoint.dtype(name) == "BF16" for name in matrices)
-
-
 def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:
     """How the weights of linear layers are kept.
 
@@ -233,6 +205,33 @@ def choose_weight_kind(wanted: str, device: torch.device) -> WeightKind:
             f"weight dtype {wanted} needs an x86 processor with AVX2, FMA and F16C: use weight dtype same"
         )
     return kind
+
+
+def settle_weight_kind(
+    kind: WeightKind, checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+) -> WeightKind:
+    """How a checkpoint's weights are going to be kept.
+
+    Args:
+        kind: what was chosen; weights of the same type as is computed in stay bfloat16 where the files hold
+            that and nothing is lost by it. Tensors that the files lack don't count.
+    """
+    # Gains and biases, which a file may hold in another type, are few.
+    matrices = {name for name, shape in spec.tensors().items() if len(shape) > 1} & checkpoint.names
+    is_kept = (
+        kind is WeightKind.SAME
+        and suits_kept_bf16(dtype, device)
+        and all(checkpoint.dtype(name) == "BF16" for name in matrices)
+    )
+    return WeightKind.KEPT_BF16 if is_kept else kind
+
+
+def suits_kept_bf16(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether what is computed in `dtype` may take weights that stay in bfloat16."""
+    kit = native_kit()
+    return (
+        dtype is torch.float32 and device.type == "cpu" and kit is not None and kit.linears.suits_kept_bf16()
+    )
 
 
 def choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:

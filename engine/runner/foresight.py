@@ -11,16 +11,18 @@ import torch
 
 from headrace.engine.attention.select import check_backend
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import ConfigError
+from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.kv.storage import KVShape, available_memory, gib, plan_layout
+from headrace.engine.models.checkpoint import Checkpoint
 from headrace.engine.models.layers import is_packed
 from headrace.engine.models.loader import (
     DTYPES,
     check_dtype,
     choose_max_len,
     choose_weight_kind,
-    may_stay_bf16,
     read_spec,
+    settle_weight_kind,
+    suits_kept_bf16,
 )
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import rotary_bytes
@@ -137,9 +139,13 @@ def _weight_kind(
 ) -> WeightKind:
     """How weights are going to be kept."""
     kind = choose_weight_kind(weight_dtype, device)
-    if kind is WeightKind.SAME and may_stay_bf16(folder, spec, dtype, device):
-        kind = WeightKind.KEPT_BF16
-    return kind
+    try:
+        with Checkpoint(folder) as checkpoint:
+            return settle_weight_kind(kind, checkpoint, spec, dtype, device)
+    except ModelLoadError:
+        # Whoever reads the weights says what is wrong with them: until then they count as little as they may.
+        may_be_kept = kind is WeightKind.SAME and suits_kept_bf16(dtype, device)
+        return WeightKind.KEPT_BF16 if may_be_kept else kind
 
 
 def _lack_of_memory(

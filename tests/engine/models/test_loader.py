@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from headrace.engine.config import ModelConfig, SamplingDefaults
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models import loader
-from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder, may_keep_bf16
+from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder, suits_kept_bf16
 from headrace.engine.models.spec import DecoderSpec
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json, edited_tensors
@@ -144,10 +144,10 @@ def test_weights_stored_in_bfloat16_stay_so_and_nothing_changes(
             tensors[name] = tensor.bfloat16().to(torch.float32 if "norm" in name else torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="headrace"):
         ours = logits_of(folder)
-    if not may_keep_bf16(torch.float32, CPU):
+    if not suits_kept_bf16(torch.float32, CPU):
         pytest.skip("the kernels are not built, or multiply bfloat16 themselves")
     assert "stay so" in caplog.text
-    monkeypatch.setattr(loader, "may_keep_bf16", lambda dtype, device: False)
+    monkeypatch.setattr(loader, "suits_kept_bf16", lambda dtype, device: False)
     assert torch.equal(ours, logits_of(folder))
 
 
