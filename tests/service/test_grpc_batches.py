@@ -22,17 +22,32 @@ NUM_CALLS = 1000
 library = ctypes.CDLL(None)
 
 class Heaps(ctypes.Structure):
-    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(7)] + [("used", ctypes.c_size_t)] + [
-        (f"more_{i}", ctypes.c_size_t) for i in range(2)
+    # struct mallinfo2 of <malloc.h>
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+            "keepcost",
+        )
     ]
 
 library.mallinfo2.restype = Heaps
+ended = asyncio.Semaphore(0)
 
 class Words(grpc.GenericRpcHandler):
     def service(self, details):
         async def answer(request, context):
-            while True:
-                await context.write(b"word")
+            try:
+                while True:
+                    await context.write(b"word")
+            finally:
+                ended.release()
+
+        async def one(request, context):
+            return b"word"
+
+        if details.method == "/words/One":
+            return grpc.unary_unary_rpc_method_handler(one)
         return grpc.unary_stream_rpc_method_handler(answer)
 
 async def main():
@@ -49,9 +64,12 @@ async def main():
                 call = stub(b"")
                 await call.read()
                 call.cancel()
-            await asyncio.sleep(0.1)
+            for _ in range(NUM_CALLS):
+                await ended.acquire()
+            # What gRPC still tells of calls that are over, it tells before it tells of this one.
+            await channel.unary_unary("/words/One")(b"")
             gc.collect()
-            used.append(library.mallinfo2().used)
+            used.append(library.mallinfo2().uordblks)
         print((used[2] - used[1]) / NUM_CALLS)
     await server.stop(None)
 
