@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from headrace.engine import EngineError, check_model, list_models, resolve_model, share_heaps
+from headrace.service.command_parser import CommandParser
 from headrace.service.config import (
     InvalidConfig,
     cache_dir,
@@ -67,7 +67,7 @@ def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
 
 def pull(flags: Sequence[str]) -> int:
     """``headrace pull``."""
-    parser = argparse.ArgumentParser("headrace pull", description="Fetch a model into the cache folder.")
+    parser = CommandParser("headrace pull", description="Fetch a model into the cache folder.")
     parser.add_argument("model", help="hf:org/name, or a known name such as smollm2-135m-instruct")
     parser.add_argument("--cache", type=Path, default=cache_dir(), help="folder (default: %(default)s)")
     arguments = parser.parse_args(flags)
@@ -86,7 +86,7 @@ def pull(flags: Sequence[str]) -> int:
 
 def models(flags: Sequence[str]) -> int:
     """``headrace models``."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "headrace models", description="List the models that have a name, and those in the cache folder."
     )
     parser.add_argument("--cache", type=Path, default=cache_dir(), help="folder (default: %(default)s)")

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from headrace.engine import DistillationSettings, DraftReport, EngineError, make_draft_model, resolve_model
+from headrace.service.command_parser import CommandParser
 from headrace.service.config import cache_dir
 from headrace.service.exit_codes import EXIT_INTERRUPTED, EXIT_OK
 from headrace.service.progress import ShownProgress
@@ -16,18 +16,6 @@ from headrace.service.telemetry import configure_logging, log
 
 _USUAL = DistillationSettings(target=Path(), output=Path())
 """Where the defaults are."""
-
-
-class _Misuse(Exception):
-    """Arguments that don't fit together."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all commands do."""
-
-    def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser`."""
-        raise _Misuse(message)
 
 
 def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
@@ -41,10 +29,7 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
         Exit code.
     """
     configure_logging("info", "auto")
-    try:
-        arguments = _parser().parse_args(flags)
-    except _Misuse as error:
-        return refused(f"{error}: see headrace draft --help")
+    arguments = _parser().parse_args(flags)
     try:
         # What is wrong with the settings is told before anything is fetched.
         settings = _settings(arguments)
@@ -64,7 +49,7 @@ def make_draft(flags: Sequence[str], refused: Callable[[str], int]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         "headrace draft",
         description="Make a draft model: the target's first layers, taught on text that the target writes "
         "itself. What was broken off is gone on with by the same command; more --corpus-tokens "

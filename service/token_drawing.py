@@ -1,8 +1,7 @@
-"""``headrace token``: draws a bearer token. It needs Python alone, so that no server has to be installed."""
+"""``headrace token``: draws a bearer token. It needs what every command needs, and no server."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import secrets
@@ -10,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.service.command_parser import CommandParser
 from headrace.service.identity import Role, is_valid_name
 
 _PREFIX = "hr_"
@@ -54,7 +54,7 @@ def append_line(path: Path, line: str) -> None:
 
 def token(flags: Sequence[str]) -> int:
     """``headrace token``."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "headrace token",
         description="Draw a token for a client. The token goes to standard output, once: it is kept nowhere. "
         "The line that lets it in goes to the file, or else to standard error.",

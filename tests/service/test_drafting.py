@@ -51,13 +51,11 @@ def test_it_tells_what_the_draft_model_is_worth_and_how_to_use_it(
     [
         (["--layers", "3"], "the target has 3 layers"),
         (["--layers", "0"], "num_layers=0 is too small: use 1 or more"),
-        (["--layers", "few"], "argument --layers: invalid int value: 'few': see headrace draft --help"),
         (["--minutes", "0"], "training_s=0.0 must be positive and finite"),
         (["--minutes", "nan"], "training_s=nan must be positive and finite"),
         (["--learning-rate", "-1"], "learning_rate=-1.0 must be positive and finite"),
         (["--corpus-tokens", "1"], "num_corpus_tokens=1 is too small: use 1000 or more"),
         (["--seed", "-1"], "seed=-1 is too small"),
-        (["--speed", "2"], "unrecognized arguments: --speed 2: see headrace draft --help"),
         (["--text", "nowhere.txt"], "nowhere.txt can't be read: No such file or directory"),
     ],
 )
@@ -77,12 +75,6 @@ def test_a_target_that_is_none_is_one_line(tmp_path: Path, capfd: pytest.Capture
     written = capfd.readouterr()
     assert written.err.startswith("headrace: ")
     assert written.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("missing", [["some-model"], ["--out", "draft"]])
-def test_model_and_folder_are_wanted(missing: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert draft(missing) == 2
-    assert "the following arguments are required" in capsys.readouterr().err
 
 
 def test_help_says_that_the_work_may_be_deleted(capsys: pytest.CaptureFixture[str]) -> None:
