@@ -363,7 +363,9 @@ def _latencies(model: str, status: LatencyStatus) -> Iterator[Metric]:
     labels = ("model", "priority", "kind")
     target = GaugeMetricFamily(f"{_PREFIX}_latency_target_seconds", "What is promised.", labels=labels)
     attained = GaugeMetricFamily(
-        f"{_PREFIX}_latency_attained_seconds", "What 95 in 100 of the last sequences kept to.", labels=labels
+        f"{_PREFIX}_latency_attained_seconds",
+        "What 95 in 100 of the last sequences since the targets were set kept to.",
+        labels=labels,
     )
     misses = CounterMetricFamily(
         f"{_PREFIX}_latency_misses", "Sequences that ended and had missed the target.", labels=labels

@@ -101,8 +101,9 @@ def _line(each: LatencyClass, *, is_only: bool) -> str:
     who = f"priority {each.priority}" if each.priority is not None else "all" if is_only else "all others"
     line = (
         f"{who}: TPOT {_spelt(each.tpot_s)}, TTFT {_spelt(each.ttft_s)}; "
-        f"p95 TPOT {_spelt(each.attained_tpot_p95_s)}, TTFT {_spelt(each.attained_ttft_p95_s)}; "
-        f"over TPOT {each.num_over_tpot}, TTFT {each.num_over_ttft} of {each.num_sequences}"
+        f"p95 TPOT {_spelt(each.attained_tpot_p95_s)}, TTFT {_spelt(each.attained_ttft_p95_s)} "
+        f"since it was set; over TPOT {each.num_over_tpot}, TTFT {each.num_over_ttft} of "
+        f"{each.num_sequences} since the start"
     )
     return line if each.is_attainable else f"{line}; out of reach, whatever the load"
 

@@ -20,8 +20,8 @@ class LatencyClass:
         is_attainable: whether the targets could be kept with a single sequence running.
         num_sequences: that have ended since the start.
         num_over_tpot, num_over_ttft: those of them that missed the target of their time.
-        attained_tpot_p95_s, attained_ttft_p95_s: 95 in 100 of the last 256 were not above it; None before
-            there is one.
+        attained_tpot_p95_s, attained_ttft_p95_s: 95 in 100 of the last 256 that have ended since the
+            targets were set were not above it; None before there is one.
     """
 
     priority: int | None

@@ -126,6 +126,8 @@ class LatencyBudget:
                 f"{MAX_LATENCY_CLASSES} priority classes have latency targets of their own already: set them "
                 "for all classes, which forgets those of single ones"
             )
+        if priority in self._records:
+            self._records[priority].forget_times()
         self._look_what_is_in_reach()
 
     def targets_of(self, sequence: Sequence) -> LatencyTargets:

@@ -85,6 +85,11 @@ class ClassRecord:
         self._num_over_tpot += is_missed
         return is_missed
 
+    def forget_times(self) -> None:
+        """Tell of no time that came before now, of which something else was promised; counts go on."""
+        self._tpots_s.clear()
+        self._ttfts_s.clear()
+
     def told(self, priority: int | None, targets: LatencyTargets, *, is_attainable: bool) -> LatencyClass:
         """The figures as they stand."""
         return LatencyClass(

@@ -17,7 +17,10 @@ async def test_targets_are_set_with_units_and_shown() -> None:
         of_class = await run_headrace("budget", *at, "--tpot", "1ms", "--priority", "5", "--json")
         cleared = await run_headrace("budget", *at, "--clear")
     assert both.status == 0
-    assert both.out.startswith("all: TPOT 50 ms, TTFT 1.5 s; p95 TPOT -, TTFT -; over TPOT 0, TTFT 0 of 0\n")
+    assert both.out.startswith(
+        "all: TPOT 50 ms, TTFT 1.5 s; p95 TPOT -, TTFT - since it was set; "
+        "over TPOT 0, TTFT 0 of 0 since the start\n"
+    )
     assert "waiting too late 2" in both.out
     assert "no targets" not in both.out
     told = json.loads(of_class.out)["classes"][1]

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.config import LatencyTargets
+from headrace.engine.config import LatencyConfig, LatencyTargets
 from headrace.engine.outputs import LatencyClass
+from headrace.engine.scheduling.budget import LatencyBudget
+from headrace.engine.scheduling.fairness import ClientLedger
 from headrace.engine.scheduling.promises import LEAST_AIM, MOST_AIM, ClassRecord, TpotAim
+from headrace.engine.scheduling.queue import WaitingQueue
 from headrace.engine.sequence import Sequence
 from tests.support.sequences import make_sequence
 
 
-def ended(*token_s: float, arrival_s: float = 0.0) -> Sequence:
+def ended(*token_s: float, arrival_s: float = 0.0, priority: int = 0) -> Sequence:
     """A sequence that got a token at each of these times."""
-    sequence = make_sequence(arrival_s=arrival_s)
+    sequence = make_sequence(arrival_s=arrival_s, priority=priority)
     sequence.token_ids += [0] * len(token_s)
     if token_s:
         sequence.first_token_s, sequence.last_token_s = token_s[0], token_s[-1]
@@ -63,7 +66,25 @@ def test_a_sequence_without_a_token_says_nothing() -> None:
     assert record.told(None, LatencyTargets(), is_attainable=True) == LatencyClass(None)
 
 
-def test_percentiles_are_of_the_last_256_and_totals_of_all() -> None:
+@pytest.mark.parametrize("changed", [None, 7])
+def test_percentiles_are_of_those_that_ended_since_the_targets_were_set(changed: int | None) -> None:
+    targets = LatencyTargets(tpot_s=0.2)
+    budget = LatencyBudget(LatencyConfig(targets, {7: targets}))
+    waiting = WaitingQueue(ClientLedger({}), 10.0)
+
+    def told() -> LatencyClass:
+        return next(each for each in budget.status([], waiting).classes if each.priority == changed)
+
+    budget.note_end(ended(1.0, 1.5, priority=changed or 0))
+    assert (told().attained_tpot_p95_s, told().attained_ttft_p95_s) == (0.5, 1.0)
+    budget.set_targets(LatencyTargets(tpot_s=0.3), changed)
+    assert (told().attained_tpot_p95_s, told().attained_ttft_p95_s) == (None, None)
+    budget.note_end(ended(2.0, 2.25, priority=changed or 0))
+    assert (told().attained_tpot_p95_s, told().attained_ttft_p95_s) == (0.25, 2.0)
+    assert (told().num_sequences, told().num_over_tpot) == (2, 1)
+
+
+def test_percentiles_are_of_the_last_the_last_256_and_totals_of_all() -> None:
     record, targets = ClassRecord(), LatencyTargets(ttft_s=50.0)
     for number in range(1, 301):
         record.note(ended(1000.0 - number), targets)
