@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,7 +134,7 @@ def _openai(
 ) -> Backend:
     from headrace.clients.bench_openai import OpenAiBackend  # noqa: PLC0415
 
-    if not url.startswith(("http://", "https://")):
+    if not re.match("https?://[^/]", url):
         fail(f"--openai: {url!r} is no URL: use http://HOST:PORT", USAGE)
     fields: object = {}
     api_key: str | None = None

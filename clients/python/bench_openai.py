@@ -23,6 +23,10 @@ from headrace.clients.bench_backend import (
 if TYPE_CHECKING:
     import httpx2
 
+_WHAT_IT_TAKES = (
+    "is a server running there? --openai takes the address of its HTTP port, such as http://127.0.0.1:8000, "
+    "with or without /v1; a Headrace server speaks gRPC and is measured with --target"
+)
 INSTALL_COMMAND = "pip install 'headrace[bench]'"
 _MAX_MESSAGE = 300
 
@@ -69,12 +73,16 @@ class OpenAiBackend:
         async with self._client() as client:
             yield _OpenAiConnection(client, self, model)
 
+    @property
+    def _root(self) -> str:
+        return f"{self.url.rstrip('/').removesuffix('/v1')}/v1"
+
     def _client(self) -> httpx2.AsyncClient:
         import httpx2  # noqa: PLC0415  it comes with an extra
 
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         return httpx2.AsyncClient(
-            base_url=f"{self.url.rstrip('/').removesuffix('/v1')}/v1/",
+            base_url=f"{self._root}/",
             headers=headers,
             timeout=httpx2.Timeout(None, connect=30.0),
             # A request waits in the server's queue, never for one of our connections.
@@ -92,13 +100,13 @@ class OpenAiBackend:
             async with self._client() as client:
                 response = await client.get("models", timeout=30.0)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise BackendError(f"{self.url}: no answer: {type(error).__name__}: {error}") from error
+            raise BackendError(_unanswered(f"GET {self._root}/models", error)) from error
         try:
             return str(response.raise_for_status().json()["data"][0]["id"])
         except (httpx2.HTTPStatusError, ValueError, LookupError, TypeError):
             raise BackendError(
-                f"{self.url}: /v1/models answers {response.status_code} and names no model: "
-                "name one with --model"
+                f"GET {response.url} answers {response.status_code} and names no model: name one with "
+                f"--model ({_WHAT_IT_TAKES})"
             ) from None
 
 
@@ -110,6 +118,10 @@ def require_http_client() -> None:
     """
     if importlib.util.find_spec("httpx2") is None:
         raise BackendError(f"--openai needs httpx2, which is not installed. Install it: {INSTALL_COMMAND}")
+
+
+def _unanswered(tried: str, error: Exception) -> str:
+    return f"{tried}: no answer: {error or type(error).__name__} ({_WHAT_IT_TAKES})"
 
 
 class _OpenAiConnection:
@@ -129,6 +141,9 @@ class _OpenAiConnection:
                     raise RequestFailedError(f"HTTP_{response.status_code}", _error_text(response.text))
                 async for part in _parts(response):
                     yield part
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            tried = f"POST {self._client.base_url}{path}"
+            raise RequestFailedError(type(error).__name__, _unanswered(tried, error)) from error
         except httpx2.HTTPError as error:
             raise RequestFailedError(type(error).__name__, str(error)) from error
 

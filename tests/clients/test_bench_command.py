@@ -80,6 +80,7 @@ async def test_failed_requests_are_told_and_are_an_exit_status() -> None:
         ("--openai http://x --bypass-cache", "--bypass-cache: means nothing"),
         ("--openai http://x --streams --control-target x:1", "--control-target, --streams: means nothing"),
         ("--openai x:80", "use http://HOST:PORT"),
+        ("--openai http://", "is no URL"),
         ("--openai http://x --openai-extra {", "no JSON"),
         ("--openai http://x --openai-extra []", "a JSON object"),
         ("--openai http://x --api-key-file /no/such/file", "No such file"),

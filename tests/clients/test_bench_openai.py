@@ -7,6 +7,7 @@ import pytest
 from headrace.clients.bench_backend import Ask, BackendError, End, RequestFailedError, Tokens
 from headrace.clients.bench_openai import OpenAiBackend
 from tests.support.openai_server import DONE, chatted, event, running_openai_server, said, used
+from tests.support.service import running_service
 
 IDS = Ask((5, 6, 7), 3)
 
@@ -105,17 +106,28 @@ async def test_a_failure_has_a_code_and_the_servers_words(
 
 
 async def test_nobody_there_is_said() -> None:
-    backend = OpenAiBackend("http://127.0.0.1:1")
-    with pytest.raises(BackendError, match="no answer"):
-        await backend.describe()
-    with pytest.raises(RequestFailedError) as failure:
-        await asked(OpenAiBackend("http://127.0.0.1:1", model="tiny"))
-    assert failure.value.code == "ConnectError"
+    hint = r"no answer: .*takes .* such as http://127.0.0.1:8000.*with --target"
+    for url in ("http://127.0.0.1:1", "http://127.0.0.1:1/v1/"):
+        with pytest.raises(BackendError, match=f"^GET http://127.0.0.1:1/v1/models: {hint}"):
+            await OpenAiBackend(url).describe()
+        with pytest.raises(
+            RequestFailedError, match=f"^POST http://127.0.0.1:1/v1/completions: {hint}"
+        ) as failure:
+            await asked(OpenAiBackend(url, model="tiny"))
+        assert failure.value.code == "ConnectError"
+
+
+async def test_a_port_that_speaks_grpc_is_told_with_the_flag_for_it() -> None:
+    async with running_service() as service:
+        with pytest.raises(BackendError, match=f"^GET http://{service.address}/v1/models: .*with --target"):
+            await OpenAiBackend(f"http://{service.address}").describe()
 
 
 async def test_a_server_that_names_no_model_needs_one_named() -> None:
     async with running_openai_server("{}", status=404) as server:
-        with pytest.raises(BackendError, match="name one with --model"):
+        with pytest.raises(
+            BackendError, match=rf"^GET {server.url}/v1/models answers 404 .*with --model .*takes"
+        ):
             await OpenAiBackend(server.url).describe()
 
 
