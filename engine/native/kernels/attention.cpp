@@ -56,30 +56,35 @@ struct UnitCursor {
   }
 };
 
-// One softmax tile of a few queries.
+// Of N queries, what one softmax tile gives. Whole vectors are read: past the last query stand minus infinity and 0.
+template <int N>
 struct Softmax {
-  float greatest[kLanes];
-  float total[kLanes];
+  static constexpr int kRoom = (N + kLanes - 1) / kLanes * kLanes;
+  float greatest[kRoom];
+  float total[kRoom];
 };
 
+// How the weighted values of a tile merge with those before it.
+template <int N>
 struct Factors {
-  float keep[kLanes];
-  float take[kLanes];
+  float keep[Softmax<N>::kRoom];
+  float take[Softmax<N>::kRoom];
 };
 
-// Merge a tile's maxima and totals into the running ones, and say how the weighted values merge.
-inline Factors merge(const Softmax& tile, float* greatest, float* total) {
-  const F16 old_greatest = load(greatest), tile_greatest = load(tile.greatest);
-  const F16 new_greatest = max_b(old_greatest, tile_greatest);
-  const M16 is_empty = equal(tile_greatest, splat(kMinusInfinity));
-  const F16 keep = select(is_empty, splat(1.f), exp2(sub(old_greatest, new_greatest)));
-  const F16 take = select(is_empty, splat(0.f), exp2(sub(tile_greatest, new_greatest)));
-  store(greatest, select(is_empty, old_greatest, new_greatest));
-  store(total, fma(load(tile.total), take, mul(load(total), keep)));
-  Factors factors;
-  store(factors.keep, keep);
-  store(factors.take, take);
-  return factors;
+// Merges a tile's maxima and totals of up to N queries into the running ones. These have room for whole vectors.
+template <int N>
+inline void merge(const Softmax<N>& tile, int count, float* greatest, float* total, Factors<N>* factors) {
+  for (int i = 0; i < count; i += kLanes) {
+    const F16 old_greatest = load(greatest + i), tile_greatest = load(tile.greatest + i);
+    const F16 new_greatest = max_b(old_greatest, tile_greatest);
+    const M16 is_empty = equal(tile_greatest, splat(kMinusInfinity));
+    const F16 keep = select(is_empty, splat(1.f), exp2(sub(old_greatest, new_greatest)));
+    const F16 take = select(is_empty, splat(0.f), exp2(sub(tile_greatest, new_greatest)));
+    store(greatest + i, select(is_empty, old_greatest, new_greatest));
+    store(total + i, fma(load(tile.total + i), take, mul(load(total + i), keep)));
+    store(factors->keep + i, keep);
+    store(factors->take + i, take);
+  }
 }
 
 template <typename Math>
@@ -96,14 +101,19 @@ class Worker {
     width_ = Math::padded_width(call.head_dim);
     token_bytes_ = int64_t(call.num_kv_heads) * call.head_dim * int64_t(sizeof(Stored));
     head_bytes_ = int64_t(call.head_dim) * int64_t(sizeof(Stored));
+    is_raw_ = call.soft_cap == 0.f && call.scale > 0.f;
+    factor_ = is_raw_ ? call.scale * kLog2E : 1.f;
     const int64_t item_rows = call.max_item_rows;
     take(&zeros_, token_bytes_);
     take(&rows_[0], 1);
     take(&rows_[1], 1);
     take(&ahead_, 1);
     take(&packed_, int64_t(kTile) * num_units_);
-    take(&scores_, larger(int(item_rows), kMaxGroup) * int64_t(kTile));
-    take(&probs_, int64_t(kMaxGroup) * kTile);
+    if (Math::kPacksValues) take(&packed_values_, width_ / kLanes * kValuePanel);
+    take(&scores_, larger(int(item_rows), kMaxBlock) * int64_t(kTile));
+    // Probabilities of the same width take their scores' place.
+    if constexpr (sizeof(Prob) == sizeof(float)) probs_ = scores_;
+    else take(&probs_, int64_t(kMaxBlock) * kTile);
     take(&queries_, item_rows * call.head_dim);
     // Whole vectors are read from any row on.
     take(&greatest_, item_rows + kLanes);
@@ -258,38 +268,81 @@ class Worker {
   void run_tile(const Item& item, int tile, int h, int num_rows) {
     const TileRows& rows = *rows_[0];
     const int head = item.first_head + h;
+    if (rows.first < rows.last) pack(rows, head);
+    for (int r = 0; r < num_rows; r += kMaxBlock) run_block(item, tile, h, num_rows, r, smaller(num_rows, r + kMaxBlock));
+  }
+
+  // Rows begin .. end - 1 of an item against one tile.
+  void run_block(const Item& item, int tile, int h, int num_rows, int begin, int end) {
+    const int head = item.first_head + h;
     float* raw = item.split < 0 ? nullptr : part(call_.splits[item.split], item.first_tile + tile, head, num_rows);
-    if (rows.first < rows.last) pack_keys(rows, head);
-    for (int r = 0; r < num_rows; r += kMaxGroup) {
-      const int count = smaller(kMaxGroup, num_rows - r);
-      const int begin = (item.first_tile + tile) * kTile;
-      const int first_query = item.first_query + r / group_size_;
-      const int last_query = item.first_query + (r + count - 1) / group_size_;
-      const int first = larger(0, first_seen(item.row, first_query) - begin);
-      const int last = smaller(kTile, last_seen(item.row, last_query) - begin);
-      if (first >= last) {
-        if (raw) clear_part(raw, num_rows, r, count);
-        continue;
-      }
-      const Query* queries = queries_ + (int64_t(h) * num_rows + r) * call_.head_dim;
-      score(reinterpret_cast<const float*>(queries), count, first, last);
-      Softmax softmax;
-      for (int i = 0; i < count; ++i) {
-        const int query = item.first_query + (r + i) / group_size_;
-        normalise(scores_ + i * kTile, probs_ + i * kTile, i, first, last, first_seen(item.row, query) - begin,
-                  last_seen(item.row, query) - begin, &softmax);
-      }
-      for (int i = count; i < kLanes; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
-      if (raw) {
-        std::memcpy(raw + r, softmax.greatest, size_t(count) * 4);
-        std::memcpy(raw + num_rows + r, softmax.total, size_t(count) * 4);
-        weigh(count, head, first, last, {raw + 2 * num_rows + int64_t(r) * width_, width_, nullptr, nullptr});
-      } else {
-        const Factors factors = merge(softmax, greatest_ + h * num_rows + r, totals_ + h * num_rows + r);
-        float* sums = sums_ + (int64_t(h) * num_rows + r) * width_;
-        weigh(count, head, first, last, {sums, width_, factors.keep, factors.take});
+    Group groups[kMaxBlock / kMaxGroup];
+    int num_groups = 0, first = kTile, last = 0;
+    for (int r = begin; r < end; r += kMaxGroup) {
+      const Group group = group_of(item, tile, r, smaller(kMaxGroup, end - r));
+      if (group.first < group.last) {
+        groups[num_groups++] = group;
+        first = smaller(first, group.first);
+        last = larger(last, group.last);
+      } else if (raw) {
+        clear_part(raw, num_rows, group.row, group.count);
       }
     }
+    const Query* queries = queries_ + int64_t(h) * num_rows * call_.head_dim;
+    for (int t = first / (2 * kLanes) * (2 * kLanes); t < last; t += 2 * kLanes)
+      for (int g = 0; g < num_groups; ++g) {
+        const Group& group = groups[g];
+        if (t >= group.last || t + 2 * kLanes <= group.first) continue;
+        ahead_->fetch_lines<4>();
+        ahead_->fetch_lines<4>();
+        score(reinterpret_cast<const float*>(queries + int64_t(group.row) * call_.head_dim), group.count, t,
+              smaller(group.last, t + 2 * kLanes), scores_ + (group.row - begin) * kTile);
+      }
+    Softmax<kMaxBlock> softmax;
+    for (int i = 0; i < softmax.kRoom; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
+    const int tile_begin = (item.first_tile + tile) * kTile;
+    for (int g = 0; g < num_groups; ++g)
+      for (int i = groups[g].row; i < groups[g].row + groups[g].count; ++i) {
+        const int query = item.first_query + i / group_size_;
+        softmax.greatest[i - begin] =
+            find_peak(scores_ + (i - begin) * kTile, groups[g].first, groups[g].last,
+                      first_seen(item.row, query) - tile_begin, last_seen(item.row, query) - tile_begin);
+      }
+    for (int g = 0; g < num_groups; ++g)
+      for (int i = groups[g].row - begin; i < groups[g].row - begin + groups[g].count; ++i)
+        softmax.total[i] = to_probs(scores_ + i * kTile, probs_ + i * kTile, groups[g].first, groups[g].last,
+                                    softmax.greatest[i]);
+    Factors<kMaxBlock> factors;
+    if (raw) {
+      std::memcpy(raw + begin, softmax.greatest, size_t(end - begin) * 4);
+      std::memcpy(raw + num_rows + begin, softmax.total, size_t(end - begin) * 4);
+    } else {
+      merge(softmax, end - begin, greatest_ + h * num_rows + begin, totals_ + h * num_rows + begin, &factors);
+    }
+    for (int d = 0; d < width_; d += kColumnsAtOnce)
+      for (int g = 0; g < num_groups; ++g) {
+        const Group& group = groups[g];
+        const int at = group.row - begin;
+        ahead_->fetch_lines<4>();
+        ahead_->fetch_lines<4>();
+        float* out = raw ? raw + 2 * num_rows + int64_t(group.row) * width_
+                         : sums_ + (int64_t(h) * num_rows + group.row) * width_;
+        weigh(group, probs_ + at * kTile, head, d, smaller(width_, d + kColumnsAtOnce),
+              {out, width_, raw ? nullptr : factors.keep + at, raw ? nullptr : factors.take + at});
+      }
+  }
+
+  // Rows that go through the loops together, and the positions of a tile that any of them sees.
+  struct Group {
+    int row, count;
+    int first, last;
+  };
+  Group group_of(const Item& item, int tile, int row, int count) const {
+    const int begin = (item.first_tile + tile) * kTile;
+    const int first_query = item.first_query + row / group_size_;
+    const int last_query = item.first_query + (row + count - 1) / group_size_;
+    return {row, count, larger(0, first_seen(item.row, first_query) - begin),
+            smaller(kTile, last_seen(item.row, last_query) - begin)};
   }
 
   // One tile of all the item's heads, each of few rows: all scores, then all values.
@@ -375,16 +428,20 @@ class Worker {
                             token_bytes_, scores_ + cursor.head * R * kTile + cursor.unit * kUnit,
                             next_coming(rows_[1]));
     for (int h = 0; h < item.num_heads; ++h) {
-      Softmax softmax;
+      Softmax<kLanes> softmax;
       for (int i = 0; i < R; ++i) {
         const int query = item.first_query + i / group_size_;
-        float* scores = scores_ + (h * R + i) * kTile;
-        normalise(scores, scores, i, rows.first, rows.last, first_seen(item.row, query) - begin,
-                  last_seen(item.row, query) - begin, &softmax);
+        softmax.greatest[i] =
+            find_peak(scores_ + (h * R + i) * kTile, rows.first, rows.last, first_seen(item.row, query) - begin,
+                      last_seen(item.row, query) - begin);
       }
-      for (int i = R; i < kLanes; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
+      for (int i = 0; i < R; ++i) {
+        float* scores = scores_ + (h * R + i) * kTile;
+        softmax.total[i] = to_probs(scores, scores, rows.first, rows.last, softmax.greatest[i]);
+      }
+      for (int i = R; i < softmax.kRoom; ++i) softmax.greatest[i] = kMinusInfinity, softmax.total[i] = 0.f;
       if (item.split < 0) {
-        factors_[h] = merge(softmax, greatest_ + h * R, totals_ + h * R);
+        merge(softmax, R, greatest_ + h * R, totals_ + h * R, &factors_[h]);
       } else {
         std::memcpy(raw(h), softmax.greatest, R * 4);
         std::memcpy(raw(h) + R, softmax.total, R * 4);
@@ -415,73 +472,91 @@ class Worker {
     std::memset(raw + 2 * num_rows + int64_t(r) * width_, 0, size_t(count) * size_t(width_) * 4);
   }
 
-  void pack_keys(const TileRows& rows, int head) {
+  void pack(const TileRows& rows, int head) {
     const int first = rows.first / (2 * kLanes) * (2 * kLanes), end = int(round_up(rows.last, 2 * kLanes));
     for (int t = first; t < end; t += kLanes)
       Math::pack_keys(rows.keys + t, head * head_bytes_, call_.head_dim, packed_ + int64_t(t) * num_units_, ahead_);
+    if constexpr (Math::kPacksValues)
+      Math::pack_values(rows.values, head * head_bytes_, call_.head_dim, rows.first, rows.last, packed_values_, ahead_);
   }
 
   template <int R>
-  void score_rows(const float* queries, int first, int last) {
+  void score_rows(const float* queries, int first, int last, float* scores) {
     constexpr int kAtOnce = scores_at_once(R);
-    for (int t = first / (2 * kLanes) * (2 * kLanes); t < last; t += kAtOnce * kLanes)
-      score_groups<Math, R, kAtOnce>(queries, num_units_, packed_ + int64_t(t) * num_units_, scores_ + t);
+    for (int t = first; t < last; t += kAtOnce * kLanes)
+      score_groups<Math, R, kAtOnce>(queries, num_units_, packed_ + int64_t(t) * num_units_, scores + t);
   }
 
-  void score(const float* queries, int count, int first, int last) {
+  void score(const float* queries, int count, int first, int last, float* scores) {
     switch (count) {
-      case 1: return score_rows<1>(queries, first, last);
-      case 2: return score_rows<2>(queries, first, last);
-      case 3: return score_rows<3>(queries, first, last);
-      case 4: return score_rows<4>(queries, first, last);
-      case 5: return score_rows<5>(queries, first, last);
-      default: return score_rows<6>(queries, first, last);
+      case 1: return score_rows<1>(queries, first, last, scores);
+      case 2: return score_rows<2>(queries, first, last, scores);
+      case 3: return score_rows<3>(queries, first, last, scores);
+      case 4: return score_rows<4>(queries, first, last, scores);
+      case 5: return score_rows<5>(queries, first, last, scores);
+      default: return score_rows<6>(queries, first, last, scores);
     }
   }
 
-  // Scores of one query -> probabilities relative to the tile's greatest, exact zeros where it may not look.
-  void normalise(float* scores, Prob* probs, int i, int first, int last, int first_visible, int last_visible,
-                 Softmax* softmax) {
-    const F16 scale = splat(call_.scale * kLog2E);
+  // Greatest score of a query; where it may not look becomes minus infinity.
+  float find_peak(float* scores, int first, int last, int first_visible, int last_visible) const {
     F16 greatest_lanes = splat(kMinusInfinity);
-    const int begin = first / (2 * kLanes) * (2 * kLanes), end = int(round_up(last, 2 * kLanes));
+    const int begin = first / kLanes * kLanes, end = int(round_up(last, kLanes));
     for (int t = begin; t < end; t += kLanes) {
       F16 score = load(scores + t);
-      if (call_.soft_cap != 0.f) {
-        score = mul(tanh(mul(score, splat(call_.scale / call_.soft_cap))), splat(call_.soft_cap * kLog2E));
-      } else {
-        score = mul(score, scale);
-      }
-      if (t < first_visible || t + kLanes > last_visible) {
+      const bool is_whole = t >= first_visible && t + kLanes <= last_visible;
+      if (!is_raw_) score = finish_score(score);
+      if (!is_whole) {
         const M16 visible = and_not(first_lanes(last_visible - t), first_lanes(first_visible - t));
         score = select(visible, score, splat(kMinusInfinity));
       }
-      store(scores + t, score);
+      if (!is_whole || !is_raw_) store(scores + t, score);
       greatest_lanes = max_b(greatest_lanes, score);
     }
     const float peak = greatest(greatest_lanes);
-    const F16 reference = splat(peak == kMinusInfinity ? 0.f : peak);
-    F16 total = splat(0.f);
-    for (int t = begin; t < end; t += 2 * kLanes) {
-      const F16 low = exp2_of_negative(sub(load(scores + t), reference));
-      const F16 high = exp2_of_negative(sub(load(scores + t + kLanes), reference));
-      total = add(total, add(low, high));
-      Math::store_probs(low, high, probs + t);
-    }
-    softmax->greatest[i] = peak;
-    softmax->total[i] = sum(total);
+    return is_raw_ ? peak * factor_ : peak;
   }
 
-  void weigh(int count, int head, int first, int last, const GroupState& state) {
-    const char* const* values = rows_[0]->values;
-    const int64_t at = head * head_bytes_;
-    switch (count) {
-      case 1: return Math::template weigh<1>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
-      case 2: return Math::template weigh<2>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
-      case 3: return Math::template weigh<3>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
-      case 4: return Math::template weigh<4>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
-      case 5: return Math::template weigh<5>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
-      default: return Math::template weigh<6>(probs_, values, at, call_.head_dim, first, last, state, ahead_);
+  F16 finish_score(F16 score) const {
+    if (call_.soft_cap == 0.f) return mul(score, splat(call_.scale * kLog2E));
+    return mul(tanh(mul(score, splat(call_.scale / call_.soft_cap))), splat(call_.soft_cap * kLog2E));
+  }
+
+  // Scores of one query -> probabilities relative to the tile's greatest, exact zeros where it may not look. Returns
+  // their sum.
+  float to_probs(const float* scores, Prob* probs, int first, int last, float peak) const {
+    const int begin = first / kLanes * kLanes, end = int(round_up(last, kLanes));
+    const F16 reference = splat(peak == kMinusInfinity ? 0.f : -peak), factor = splat(factor_);
+    F16 total = splat(0.f);
+    for (int t = begin; t < end; t += kLanes) {
+      const F16 prob = exp2_of_negative(fma(load(scores + t), factor, reference));
+      total = add(total, prob);
+      store(probs + t, prob);
+    }
+    return sum(total);
+  }
+
+  // Adds a group's weighted values, of the columns begin .. end - 1 where they are packed, else of all.
+  void weigh(const Group& group, const Prob* probs, int head, int begin, int end, const GroupState& state) {
+    switch (group.count) {
+      case 1: return weigh_rows<1>(group, probs, head, begin, end, state);
+      case 2: return weigh_rows<2>(group, probs, head, begin, end, state);
+      case 3: return weigh_rows<3>(group, probs, head, begin, end, state);
+      case 4: return weigh_rows<4>(group, probs, head, begin, end, state);
+      case 5: return weigh_rows<5>(group, probs, head, begin, end, state);
+      default: return weigh_rows<6>(group, probs, head, begin, end, state);
+    }
+  }
+
+  template <int R>
+  void weigh_rows(const Group& group, const Prob* probs, int head, int begin, int end, const GroupState& state) {
+    if constexpr (Math::kPacksValues) {
+      (void)head;
+      Math::template weigh<R>(probs, packed_values_, begin, end, group.first, group.last, state);
+    } else if (begin == 0) {
+      (void)end;
+      Math::template weigh<R>(probs, rows_[0]->values, head * head_bytes_, call_.head_dim, group.first, group.last,
+                              state, ahead_);
     }
   }
 
@@ -496,12 +571,13 @@ class Worker {
         std::memset(sums_, 0, size_t(count) * size_t(width_) * 4);
         for (int tile = 0; tile < split.num_tiles; ++tile) {
           const float* raw = part(split, tile, head, num_rows);
-          Softmax softmax;
+          Softmax<kLanes> softmax;
           for (int i = 0; i < kLanes; ++i) {
             softmax.greatest[i] = i < count ? raw[r + i] : kMinusInfinity;
             softmax.total[i] = i < count ? raw[num_rows + r + i] : 0.f;
           }
-          const Factors factors = merge(softmax, greatest, total);
+          Factors<kLanes> factors;
+          merge(softmax, count, greatest, total, &factors);
           const float* parts = raw + 2 * num_rows + int64_t(r) * width_;
           for (int i = 0; i < count; ++i)
             for (int d = 0; d < width_; d += kLanes) {
@@ -533,11 +609,14 @@ class Worker {
   char* scratch_;
   int64_t used_bytes_ = 0;
   int group_size_, num_units_, width_;
+  bool is_raw_;  // scores become exponents of two, relative to the greatest, as they become probabilities
+  float factor_;
   int64_t token_bytes_, head_bytes_;
   char* zeros_;
   TileRows* rows_[2];  // of the current tile, and of the one that comes after it
   Ahead* ahead_;
   float* packed_;
+  float* packed_values_;
   float* scores_;
   Prob* probs_;
   Query* queries_;
@@ -545,7 +624,7 @@ class Worker {
   float* totals_;
   float* sums_;
   float* tile_sums_;
-  Factors* factors_;
+  Factors<kLanes>* factors_;
   UnitCursor coming_;  // what is fetched next
 };
 

@@ -9,6 +9,8 @@
 
 // Unrolled before registers are given out: else GCC writes the sums back to the stack at every turn.
 #define HEADRACE_UNROLL _Pragma("GCC unroll 16")
+// Long loops whose turns are short: the fewer turns, the better a processor foresees the last one.
+#define HEADRACE_UNROLL_FOUR _Pragma("GCC unroll 4")
 
 namespace {
 
@@ -16,6 +18,10 @@ using headrace::kTile;
 
 // Queries that are computed together: their sums and a pair of values fill the 32 vector registers.
 constexpr int kMaxGroup = 6;
+// Queries whose scores are computed one after the other, then their probabilities, then their values: while one loop
+// runs, all it needs is in a core's nearest cache.
+constexpr int kMaxBlock = 8 * kMaxGroup;
+constexpr int kColumnsAtOnce = 4 * kLanes;
 // Vectors of sums that a query has at once. A vector of AVX2 takes two of 16 registers.
 #if defined(__AVX512F__)
 constexpr int scores_at_once(int) { return 2; }
@@ -27,6 +33,9 @@ constexpr int columns_at_once(int num_queries) { return num_queries == 1 ? 4 : s
 // Lines of the next tile that are asked for at every 16 packed bytes of 16 tokens, and at every two tokens weighed.
 constexpr int kLinesPerChunk = 2;
 constexpr int kLinesPerPair = 4;
+// Room of a tile's packed values for 16 columns: not a power of two, which would put all panels into the same places
+// of a core's cache.
+constexpr int64_t kValuePanel = (kTile + 1) * kLanes;
 
 // What the next tile will read, fetched line by line between the arithmetic. A processor drops prefetches that it has
 // no buffer for, so each one is followed, some lines later, by a load of the same line: that one waits.
@@ -158,6 +167,8 @@ struct WideMath {
   typedef float Query;
   typedef float Prob;
 
+  static constexpr bool kPacksValues = true;
+
   static int num_units(int head_dim) { return head_dim; }
   static int padded_width(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -188,21 +199,26 @@ struct WideMath {
 
   static F16 multiply_add(F16 sums, F16 keys, F16 query) { return fma(keys, query, sums); }
 
-  static void store_probs(F16 first, F16 second, float* out) {
-    store(out, first);
-    store(out + kLanes, second);
+  // Values of the positions first .. last - 1 of a tile: of all of them 16 columns, then the next 16.
+  static void pack_values(const char* const* rows, int64_t byte_offset, int head_dim, int first, int last,
+                          float* packed, Ahead* ahead) {
+    for (int t = first; t < last; ++t) {
+      ahead->fetch_lines<kLinesPerPair>();
+      const T* row = reinterpret_cast<const T*>(rows[t] + byte_offset);
+      float* out = packed + t * kLanes;
+      for (int d = 0; d < head_dim; d += kLanes, out += kValuePanel) store(out, load_first(row + d, head_dim - d));
+    }
   }
 
-  // Adds prob * value over the positions first .. last - 1 of a tile.
+  // Adds prob * value over the positions first .. last - 1 of a tile, to the columns begin .. end - 1.
   template <int R>
-  static void weigh(const float* probs, const char* const* rows, int64_t byte_offset, int head_dim, int first,
-                    int last, const GroupState& state, Ahead* ahead) {
+  static void weigh(const float* probs, const float* packed, int begin, int end, int first, int last,
+                    const GroupState& state) {
     constexpr int kAtOnce = columns_at_once(R);
-    int d = 0;
-    for (; d + kAtOnce * kLanes <= head_dim; d += kAtOnce * kLanes)
-      weigh_columns<R, kAtOnce>(probs, rows, byte_offset, d, kAtOnce * kLanes, first, last, state, ahead);
-    for (; d < head_dim; d += kLanes)
-      weigh_columns<R, 1>(probs, rows, byte_offset, d, head_dim - d, first, last, state, ahead);
+    int d = begin;
+    for (; d + kAtOnce * kLanes <= end; d += kAtOnce * kLanes)
+      weigh_columns<R, kAtOnce>(probs, packed, d, first, last, state);
+    for (; d < end; d += kLanes) weigh_columns<R, 1>(probs, packed, d, first, last, state);
   }
 
   static void finish(const float* in, float factor, T* out, int head_dim) {
@@ -212,19 +228,19 @@ struct WideMath {
 
  private:
   template <int R, int C>
-  static void weigh_columns(const float* probs, const char* const* rows, int64_t byte_offset, int column,
-                            int num_columns, int first, int last, const GroupState& state, Ahead* ahead) {
+  static void weigh_columns(const float* probs, const float* packed, int column, int first, int last,
+                            const GroupState& state) {
     F16 sums[R][C];
     HEADRACE_UNROLL
     for (int r = 0; r < R; ++r)
       HEADRACE_UNROLL
       for (int c = 0; c < C; ++c) sums[r][c] = splat(0.f);
+    const float* panels = packed + column / kLanes * kValuePanel;
+    HEADRACE_UNROLL_FOUR
     for (int t = first; t < last; ++t) {
-      const T* row = reinterpret_cast<const T*>(rows[t] + byte_offset) + column;
-      ahead->fetch_lines<kLinesPerPair>();
       F16 values[C];
       HEADRACE_UNROLL
-      for (int c = 0; c < C; ++c) values[c] = load_first(row + c * kLanes, num_columns - c * kLanes);
+      for (int c = 0; c < C; ++c) values[c] = load(panels + c * kValuePanel + t * kLanes);
       HEADRACE_UNROLL
       for (int r = 0; r < R; ++r) {
         const F16 prob = splat(probs[r * kTile + t]);
@@ -252,6 +268,8 @@ struct DotMath {
   typedef bf16 Query;
   typedef bf16 Prob;
 
+  static constexpr bool kPacksValues = false;
+
   static int num_units(int head_dim) { return head_dim / 2; }
   static int padded_width(int head_dim) { return (head_dim + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
 
@@ -264,10 +282,6 @@ struct DotMath {
 
   static F16 multiply_add(F16 sums, F16 keys, F16 query) {
     return _mm512_dpbf16_ps(sums, (__m512bh)bits_of(keys), (__m512bh)bits_of(query));
-  }
-
-  static void store_probs(F16 first, F16 second, bf16* out) {
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
   }
 
   template <int R>
@@ -343,6 +357,7 @@ inline void score_groups(const float* queries, int num_units, const float* packe
   for (int r = 0; r < R; ++r)
     HEADRACE_UNROLL
     for (int v = 0; v < V; ++v) sums[r][v] = splat(0.f);
+  HEADRACE_UNROLL_FOUR
   for (int u = 0; u < num_units; ++u) {
     F16 keys[V];
     HEADRACE_UNROLL

@@ -7,8 +7,12 @@ namespace headrace {
 
 namespace {
 
-// Query rows (tokens x G) of an item of a long chunk: enough of them to make packing a tile's keys cheap.
-constexpr int kChunkRows = 96;
+// Query rows (tokens x G) of an item of a long chunk: the more of them, the cheaper is packing a tile's keys and values;
+// the fewer, the more evenly threads share the work.
+constexpr int kLeastChunkRows = 96;
+constexpr int kMostChunkRows = 384;
+// Loading and packing a tile costs about as much as so many query rows.
+constexpr int kTileRows = 7;
 // Rows with no more query rows than this may be cut along their context.
 constexpr int kMostSplitRows = 64;
 // Items per thread that even out what was guessed wrongly.
@@ -19,8 +23,7 @@ int ceil_div(int n, int by) { return (n + by - 1) / by; }
 }  // namespace
 
 double Plan::cost_of(int num_queries, int num_heads, int num_tiles) const {
-  // Loading and packing a tile costs about as much as seven query rows.
-  return double(num_tiles) * num_heads * (7 + num_queries * group_size_);
+  return double(num_tiles) * num_heads * (kTileRows + num_queries * group_size_);
 }
 
 void Plan::make(const StepShape& shape, int num_heads, int num_kv_heads, int head_dim, int num_threads) {
@@ -41,7 +44,7 @@ void Plan::make(const StepShape& shape, int num_heads, int num_kv_heads, int hea
   for (int row = 0; row < shape.num_rows; ++row) {
     const int query_len = shape.cu_seqlens_q[row + 1] - shape.cu_seqlens_q[row];
     if (query_len == 0) continue;
-    if (query_len * group_size_ > kMostSplitRows) add_chunk(row, query_len, shape.seq_lens[row]);
+    if (query_len * group_size_ > kMostSplitRows) add_chunk(row, query_len, shape.seq_lens[row], wanted_cost);
     else add_short(row, query_len, shape.seq_lens[row], num_threads > 1 ? wanted_cost : total + 1);
   }
   // The heaviest first: what is left for the end is small.
@@ -54,15 +57,19 @@ void Plan::make(const StepShape& shape, int num_heads, int num_kv_heads, int hea
   items.swap(sorted);
 }
 
-void Plan::add_chunk(int row, int query_len, int seq_len) {
-  const int step = std::max(1, kChunkRows / group_size_);
+void Plan::add_chunk(int row, int query_len, int seq_len, double wanted_cost) {
+  const double wanted_rows = wanted_cost / std::max(1, ceil_div(seq_len, kTile)) - kTileRows;
+  const int num_rows = int(std::clamp<double>(wanted_rows, kLeastChunkRows, kMostChunkRows));
+  const int step = std::max(1, num_rows / group_size_);
   for (int first = 0; first < query_len; first += step) {
     const int count = std::min(step, query_len - first);
     // Later positions are seen by none of these queries.
     const int last_seen = std::max(1, seq_len - query_len + first + count);
     const int num_tiles = ceil_div(last_seen, kTile);
-    for (int head = 0; head < num_kv_heads_; ++head)
-      add_item({row, first, count, head, 1, 0, num_tiles, -1}, cost_of(count, 1, num_tiles));
+    // In its last tile a query sees a part.
+    const double unseen = double(num_tiles) - (last_seen - count / 2.) / kTile;
+    const double cost = cost_of(count, 1, num_tiles) - unseen * count * group_size_;
+    for (int head = 0; head < num_kv_heads_; ++head) add_item({row, first, count, head, 1, 0, num_tiles, -1}, cost);
   }
 }
 

@@ -23,7 +23,7 @@ struct Plan {
   void make(const StepShape& shape, int num_heads, int num_kv_heads, int head_dim, int num_threads);
 
  private:
-  void add_chunk(int row, int query_len, int seq_len);
+  void add_chunk(int row, int query_len, int seq_len, double wanted_cost);
   void add_short(int row, int query_len, int seq_len, double wanted_cost);
   void add_item(const Item& item, double cost);
   double cost_of(int num_queries, int num_heads, int num_tiles) const;

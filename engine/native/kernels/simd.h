@@ -327,11 +327,11 @@ inline F16 exp2(F16 x) {
 inline F16 exp2_of_negative(F16 x) {
 #if defined(HEADRACE_AVX2_ONLY)
   x = max_b(splat(-127.f), x);
-  const F16 whole = round_even(x);
-  const auto power = [](__m256 n) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-  };
-  return mul(exp2_of_fraction(sub(x, whole)), {power(whole.low), power(whole.high)});
+  // So great a number has no room for a fraction: its last bits are the power's exponent.
+  const F16 shift = splat(float(3 << 22) + 127.f);
+  const F16 shifted = add(x, shift), whole = sub(shifted, shift);
+  const auto power = [](__m256 n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23)); };
+  return mul(exp2_of_fraction(sub(x, whole)), {power(shifted.low), power(shifted.high)});
 #else
   return exp2(x);
 #endif
