@@ -12,7 +12,7 @@ import typer
 
 from headrace.clients import bench_options as opt
 from headrace.clients import cli_access as access
-from headrace.clients.cli_outcome import FAILED, INTERRUPTED, USAGE, fail, fail_because
+from headrace.clients.cli_outcome import FAILED, INTERRUPTED, USAGE, fail, fail_because, require_options
 from headrace.clients.cli_times import duration_in
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def bench(
     from headrace.clients.bench_workload import WorkloadError  # noqa: PLC0415
     from headrace.clients.plots import PlotError, require_plots  # noqa: PLC0415
 
+    require_options({"temperature": temperature})
     try:
         require_plots(plot or [])
         settings = measuring.BenchSettings(

@@ -121,7 +121,7 @@ def require_http_client() -> None:
 
 
 def _unanswered(tried: str, error: Exception) -> str:
-    return f"{tried}: no answer: {error or type(error).__name__} ({_WHAT_IT_TAKES})"
+    return f"{tried}: no answer: {str(error) or type(error).__name__} ({_WHAT_IT_TAKES})"
 
 
 class _OpenAiConnection:

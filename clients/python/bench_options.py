@@ -160,7 +160,7 @@ NaturalLength = Annotated[
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temperature", min=0, help="0 is greedy.", rich_help_panel=WORKLOAD)
+    float, typer.Option("--temperature", help="0 is greedy; up to 100.", rich_help_panel=WORKLOAD)
 ]
 Concurrency = Annotated[
     int | None,

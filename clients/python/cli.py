@@ -20,6 +20,7 @@ from headrace.clients.cli_outcome import (
     fail,
     fail_with,
     hand_over,
+    require_options,
     require_server,
     run,
 )
@@ -199,6 +200,7 @@ def generate(
     if chat is False and system is not None:
         fail("--system needs a chat: leave out --raw", USAGE)
 
+    require_options(options)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         fail("the prompt is empty: give a text, or - for the one that stands on standard input", USAGE)
@@ -263,6 +265,7 @@ def chat(
         speculation=speculation,
         num_speculative_tokens=num_speculative_tokens,
     )
+    require_options(options)
     from headrace.clients.chat import ChatProgram  # noqa: PLC0415
     from headrace.clients.errors import HeadraceError  # noqa: PLC0415
     from headrace.clients.interrupts import Interrupted  # noqa: PLC0415

@@ -13,6 +13,7 @@ from headrace.clients.interrupts import Interrupted, interruptible
 
 if TYPE_CHECKING:
     from headrace.clients.errors import HeadraceError
+    from headrace.clients.prompts import RequestOptions
 
 Result = TypeVar("Result")
 
@@ -63,6 +64,17 @@ def require_server(command: str) -> None:
         launch.require_server(command)
     except launch.ServerNotInstalledError as error:
         fail(str(error), USAGE)
+
+
+def require_options(options: RequestOptions) -> None:
+    """End the command where no server would take these."""
+    from headrace.clients.errors import InvalidArgument  # noqa: PLC0415
+    from headrace.clients.request_rules import check_options  # noqa: PLC0415
+
+    try:
+        check_options(options)
+    except InvalidArgument as error:
+        fail_with(error)
 
 
 def fail_with(error: HeadraceError, argument: str = "PROMPT") -> NoReturn:

@@ -162,7 +162,7 @@ class RequestOptions(TypedDict, total=False):
 
 _ENVELOPE_BYTES = 64
 
-_PATHS = {
+PATHS = {
     "request_id": "request_id",
     "detach": "detach",
     "model": "model",
@@ -194,7 +194,7 @@ _PATHS = {
     "banned_token_ids": "sampling.banned_token_ids.ids",
 }
 """Option to the protocol's field; one that is not listed is a field of `sampling` by the same name."""
-_FORMS = [option for option, path in _PATHS.items() if path.startswith("constraint.")]
+_FORMS = [option for option, path in PATHS.items() if path.startswith("constraint.")]
 
 
 def start_message(prompt: Prompt, options: RequestOptions, max_bytes: int) -> pb.StartGeneration:
@@ -217,7 +217,7 @@ def start_message(prompt: Prompt, options: RequestOptions, max_bytes: int) -> pb
     _set_prompt(start, prompt)
     for option, value in options.items():
         if value is not None:
-            _set(start, _PATHS.get(option, f"sampling.{option}"), value)
+            _set(start, PATHS.get(option, f"sampling.{option}"), value)
     start.request_id = start.request_id or uuid4().hex
     # Some room for what the message is sent in.
     if start.ByteSize() > max_bytes - _ENVELOPE_BYTES:

@@ -296,7 +296,7 @@ async def test_a_refusal_is_one_line_that_names_the_fault() -> None:
         bad_request(sampling__top_p="x"),
     )
     async with running_fake_server(default=refusal) as server:
-        outcome = await run_headrace("generate", "hi", "-t", server.target, "--top-p", "0")
+        outcome = await run_headrace("generate", "hi", "-t", server.target, "--top-p", "0.5")
     assert outcome.status == 2
     assert outcome.err == "headrace: --top-p: must be above 0, got 0\n"
 
