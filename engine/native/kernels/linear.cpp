@@ -22,7 +22,7 @@ struct Fp32Linear {
   static F16 weights_of(F16 unit, int) { return unit; }
   static F16 multiply_add(F16 sums, F16 weights, F16 input) { return fma(weights, input, sums); }
 #if defined(HEADRACE_AVX2_ONLY)
-  static constexpr int kFewRows = 6, kRowsOfFew = 3;
+  static constexpr int kFewRows = 6, kRowsOfFew = 3, kRowsOfSome = 3, kPartsOfSome = 4;
   static __m256 weights_of(__m256 unit, int) { return unit; }
 #endif
 };
@@ -45,7 +45,7 @@ struct Bf16Linear {
   static int64_t num_units(int64_t width) { return width / 2; }
   static F16 weights_of(F16 unit, int index) { return {weights_of(unit.low, index), weights_of(unit.high, index)}; }
   static F16 multiply_add(F16 sums, F16 weights, F16 input) { return fma(weights, input, sums); }
-  static constexpr int kFewRows = 4, kRowsOfFew = 2;
+  static constexpr int kFewRows = 4, kRowsOfFew = 2, kRowsOfSome = 6, kPartsOfSome = 2;
   static __m256 weights_of(__m256 unit, int index) {
     if (index == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(unit), 16));
     return _mm256_and_ps(unit, _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000))));

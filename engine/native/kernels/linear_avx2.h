@@ -2,6 +2,8 @@
 // what `Math` is.
 #pragma once
 
+#include <type_traits>
+
 #include "rows.h"
 
 #if defined(HEADRACE_AVX2_ONLY)
@@ -17,16 +19,18 @@ using headrace::LinearCall;
 struct FewRows {
   template <typename Math>
   static constexpr int kRows = Math::kRowsOfFew;  // at once
+  template <typename Math>
   static constexpr int kParts = kPanel / 8;  // half vectors at once
   static int64_t units(int64_t) { return 16; }  // of a block
   static int64_t ahead_bytes(int64_t) { return 3072; }
 };
 struct SomeRows {
   template <typename Math>
-  static constexpr int kRows = 6;
-  static constexpr int kParts = kPanel / 16;
-  static int64_t units(int64_t) { return 64; }
-  static int64_t ahead_bytes(int64_t) { return 64 * kPanel * 4; }
+  static constexpr int kRows = Math::kRowsOfSome;
+  template <typename Math>
+  static constexpr int kParts = Math::kPartsOfSome;
+  static int64_t units(int64_t num_rows) { return num_rows <= 16 ? 64 : 96; }
+  static int64_t ahead_bytes(int64_t num_rows) { return units(num_rows) * kPanel * 4; }
 };
 
 // Lines that are fetched meanwhile, so many at every kFetchUnits.
@@ -107,22 +111,27 @@ void add_block_for(int64_t num_rows, const char* in, int64_t row_bytes, const fl
   add_block<Math, R, P>(in, row_bytes, block, num_units, sums, coming);
 }
 
-// More rows than these go through a panel in another way.
-constexpr int64_t kMostSums = 24;
+template <int N>
+using Const = std::integral_constant<int, N>;
+
+// Sums that are kept at once.
+constexpr int64_t kMostSums = 96;
 
 // Up to kMostSums rows.
 template <typename Math, typename Out, typename Way>
 void multiply_rows_in_blocks(const LinearCall& call, int64_t first_row, int64_t num_rows, int64_t panel,
                              bool is_fetching) {
-  constexpr int kRows = Way::template kRows<Math>;
+  constexpr int kRows = Way::template kRows<Math>, kParts = Way::template kParts<Math>;
   typedef typename Math::Stored Stored;
   alignas(64) float sums[kMostSums][kPanel];
   const int64_t num_units = Math::num_units(call.width);
   const int64_t row_bytes = call.in_stride * int64_t(sizeof(typename Math::Input));
   const char* in = static_cast<const char*>(call.in) + first_row * row_bytes;
   const float* weights = call.weights + panel * kPanel * num_units;
-  // Of nearly equal size: a rest of one row would cost as much as half a group.
-  const int64_t num_groups = (num_rows + kRows - 1) / kRows;
+  // A rest of one or two rows would cost as much as three; it goes with three others, half the outputs at a time.
+  const int64_t num_joined = kRows == 3 && num_rows > 2 * kRows && num_rows % kRows ? kRows + num_rows % kRows : 0;
+  // The others are of nearly equal size.
+  const int64_t num_others = num_rows - num_joined, num_groups = (num_others + kRows - 1) / kRows;
   for (int64_t row = 0; row < num_rows; ++row) {
     prefetch_rows<Stored, Out, 1>(call, first_row + row, panel * kPanel);
     for (float& sum : sums[row]) sum = 0.f;
@@ -133,17 +142,22 @@ void multiply_rows_in_blocks(const LinearCall& call, int64_t first_row, int64_t 
     const char* ahead = reinterpret_cast<const char*>(weights + unit * kPanel) + Way::ahead_bytes(num_rows);
     const char* const end = ahead + count * kPanel * 4;
     const int64_t num_steps = (count + kFetchUnits - 1) / kFetchUnits;
-    const int64_t num_turns = num_groups * (kPanel / 8 / Way::kParts) * num_steps;
+    const int64_t num_turns = (num_groups * (kPanel / 8 / kParts) + (num_joined ? 2 : 0)) * num_steps;
     Coming coming = {ahead, is_fetching ? (count * kPanel * 4 / 64 + num_turns - 1) / num_turns : 0};
+    const auto add = [&](auto most_rows, auto parts, int64_t begin, int64_t rows, int column) {
+      add_block_for<Math, most_rows, parts>(rows, in + begin * row_bytes + unit * Math::kInputs * 4, row_bytes,
+                                            weights + unit * kPanel + column, count, sums[begin] + column, coming);
+      coming.begin += coming.num_lines * num_steps * 64;
+      if (coming.begin >= end) coming.num_lines = 0;
+    };
     for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t begin = num_rows * group / num_groups, rows = num_rows * (group + 1) / num_groups - begin;
-      for (int column = 0; column < kPanel; column += 8 * Way::kParts) {
-        add_block_for<Math, kRows, Way::kParts>(rows, in + begin * row_bytes + unit * Math::kInputs * 4, row_bytes,
-                                                weights + unit * kPanel + column, count, sums[begin] + column, coming);
-        coming.begin += coming.num_lines * num_steps * 64;
-        if (coming.begin >= end) coming.num_lines = 0;
-      }
+      const int64_t begin = num_others * group / num_groups, rows = num_others * (group + 1) / num_groups - begin;
+      for (int column = 0; column < kPanel; column += 8 * kParts)
+        add(Const<kRows>(), Const<kParts>(), begin, rows, column);
     }
+    if (num_joined)
+      for (int column = 0; column < kPanel; column += kPanel / 2)
+        add(Const<2 * kRows - 1>(), Const<kPanel / 16>(), num_others, num_joined, column);
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     const F16 row_sums[1][kVectors] = {{load(sums[row]), load(sums[row] + kLanes)}};
@@ -151,92 +165,24 @@ void multiply_rows_in_blocks(const LinearCall& call, int64_t first_row, int64_t 
   }
 }
 
-// Many rows: the sums of six of them, of half a panel's outputs, stay in registers through all inputs. The rows and the
-// panel stay in the core's caches, and the next panel is fetched meanwhile.
-constexpr int kRowsThrough = 6;
-constexpr int64_t kThroughFetchUnits = 64;
-constexpr int64_t kCoreCacheBytes = 512 * 1024;
-
-// The sums of R rows for 16 outputs. By itself: with what comes after it in one function, GCC keeps sums on the stack.
-template <typename Math, int R>
-__attribute__((noinline)) void sums_through(const char* in, int64_t row_bytes, const float* units, int64_t num_units,
-                                            Coming coming, float* out) {
-  __m256 sums[R][2];
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
-  for (int64_t first = 0; first < num_units; first += kThroughFetchUnits) {
-    for (int64_t i = 0; i < coming.num_lines; ++i, coming.begin += 64) prefetch(coming.begin);
-    const int64_t last = first + kThroughFetchUnits < num_units ? first + kThroughFetchUnits : num_units;
-    for (int64_t u = first; u < last; ++u) add_unit<Math>(in, row_bytes, units + u * kPanel, u, sums);
-  }
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r) store(out + r * kLanes, F16{sums[r][0], sums[r][1]});
-}
-
-template <typename Math, typename Out, int R>
-void multiply_through(const LinearCall& call, int64_t row, int64_t column, Coming coming) {
-  typedef typename Math::Stored Stored;
-  const int64_t num_units = Math::num_units(call.width);
-  const int64_t row_bytes = call.in_stride * int64_t(sizeof(typename Math::Input));
-  const char* in = static_cast<const char*>(call.in) + row * row_bytes;
-  prefetch_rows<Stored, Out, R>(call, row, column);
-  alignas(64) float numbers[R * kLanes];
-  sums_through<Math, R>(in, row_bytes, call.weights + column / kPanel * kPanel * num_units + column % kPanel, num_units,
-                        coming, numbers);
-  F16 sums[R][1];
-  HEADRACE_UNROLL
-  for (int r = 0; r < R; ++r) sums[r][0] = load(numbers + r * kLanes);
-  store_rows<Stored, Out>(call, row, column, sums);
-}
-
-// `multiply_through` for up to R rows.
-template <typename Math, typename Out, int R>
-void multiply_through_for(int64_t num_rows, const LinearCall& call, int64_t row, int64_t column, Coming coming) {
-  if constexpr (R > 1)
-    if (num_rows < R) return multiply_through_for<Math, Out, R - 1>(num_rows, call, row, column, coming);
-  multiply_through<Math, Out, R>(call, row, column, coming);
-}
-
-template <typename Math, typename Out>
-void multiply_many(const LinearCall& call, int64_t first_row, int64_t num_rows, int64_t first_panel,
-                   int64_t last_panel) {
-  const int64_t num_units = Math::num_units(call.width);
-  const int64_t panel_lines = num_units * kPanel * 4 / 64;
-  // Of nearly equal size: a rest of one row would cost as much as half a group.
-  const int64_t num_groups = (num_rows + kRowsThrough - 1) / kRowsThrough;
-  const int64_t num_fetches = (num_units + kThroughFetchUnits - 1) / kThroughFetchUnits;
-  const int64_t num_turns = 2 * num_groups * num_fetches;
-  // Where there is no room for two panels, the next one would push the rows out.
-  const int64_t rows_bytes = num_rows * call.width * int64_t(sizeof(typename Math::Input));
-  const bool is_fetching = rows_bytes + 2 * panel_lines * 64 <= kCoreCacheBytes;
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-    const char* ahead = reinterpret_cast<const char*>(call.weights + (panel + 1) * kPanel * num_units);
-    const char* const end = ahead + panel_lines * 64;
-    Coming coming = {ahead, is_fetching && panel + 1 < last_panel ? (panel_lines + num_turns - 1) / num_turns : 0};
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const int64_t begin = num_rows * group / num_groups, rows = num_rows * (group + 1) / num_groups - begin;
-      for (int64_t column = panel * kPanel; column < (panel + 1) * kPanel; column += kLanes) {
-        multiply_through_for<Math, Out, kRowsThrough>(rows, call, first_row + begin, column, coming);
-        coming.begin += coming.num_lines * num_fetches * 64;
-        if (coming.begin >= end) coming.num_lines = 0;
-      }
-    }
-  }
-}
-
 template <typename Math, typename Out>
 void multiply_block(const LinearCall& call, int64_t first_row, int64_t last_row, int64_t first_panel,
                     int64_t last_panel) {
   const int64_t num_rows = last_row - first_row;
-  if (num_rows > kMostSums) return multiply_many<Math, Out>(call, first_row, num_rows, first_panel, last_panel);
-  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+  if (num_rows <= Math::kFewRows) {
     // One pass goes at the memory's pace, which the processor's own prefetching keeps best.
     const bool is_fetching = num_rows > Math::kRowsOfFew;
-    if (num_rows <= Math::kFewRows)
+    for (int64_t panel = first_panel; panel < last_panel; ++panel)
       multiply_rows_in_blocks<Math, Out, FewRows>(call, first_row, num_rows, panel, is_fetching);
-    else
-      multiply_rows_in_blocks<Math, Out, SomeRows>(call, first_row, num_rows, panel, is_fetching);
+    return;
   }
+  // A panel comes from memory once, for the first part of the rows.
+  const int64_t num_parts = (num_rows + kMostSums - 1) / kMostSums;
+  for (int64_t panel = first_panel; panel < last_panel; ++panel)
+    for (int64_t part = 0; part < num_parts; ++part) {
+      const int64_t begin = num_rows * part / num_parts, end = num_rows * (part + 1) / num_parts;
+      multiply_rows_in_blocks<Math, Out, SomeRows>(call, first_row + begin, end - begin, panel, part == 0);
+    }
 }
 
 }  // namespace
