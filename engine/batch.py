@@ -7,8 +7,9 @@ table, S block size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionMetadata
 from headrace.engine.errors import IntegrityError
-from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
 from headrace.engine.transfer import upload
 
 _CPU = torch.device("cpu")
@@ -113,6 +114,101 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device = _CPU) ->
     return batch if device.type == "cpu" else uploaded(batch, device)
 
 
+class BatchBuilder:
+    """Lays out one step after the other. Nearly all of them only decode, and differ in few numbers: on the
+    host their tensors are kept, and those numbers written into them.
+
+    Args:
+        block_size: tokens per block, S.
+        device: where the tensors go.
+    """
+
+    def __init__(self, block_size: int, device: torch.device = _CPU) -> None:
+        self._block_size, self._device = block_size, device
+        self._decodes: _Decodes | None = None
+
+    def build(self, plan: StepPlan) -> ModelInput:
+        """What `build_batch` gives, and holds until the next call; the block table may be wider."""
+        if self._device.type != "cpu" or not _only_decodes(plan):
+            return build_batch(plan, self._block_size, self._device)
+        if self._decodes is None or self._decodes.num_rows != len(plan.rows):
+            self._decodes = _Decodes(len(plan.rows), self._block_size)
+        return self._decodes.filled(plan.rows)
+
+
+class _Decodes:
+    """The tensors of a step of so many rows, each of one token behind which one is drawn."""
+
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self._block_size = block_size
+        # Of each token: id, position, slot.
+        self._tokens = np.zeros((3, num_rows), np.int64)
+        self._lens = np.zeros(2 * num_rows + 1, np.int32)
+        tokens, lens = torch.from_numpy(self._tokens), torch.from_numpy(self._lens)
+        self._input_ids, self._positions, self._slot_mapping = tokens[0], tokens[1], tokens[2]
+        self._seq_lens, self._cu_seqlens_k = lens[:num_rows], lens[num_rows:]
+        self._cu_seqlens_q = torch.arange(num_rows + 1, dtype=torch.int32)
+        self._logits_rows = torch.arange(num_rows)
+        self._nothing = torch.empty(0, dtype=torch.int64)
+        self._widen(1)
+
+    def filled(self, rows: Sequence[ScheduledSequence]) -> ModelInput:
+        """They, with the numbers of these rows."""
+        size = self._block_size
+        positions = [row.first_position for row in rows]
+        seq_lens = [position + 1 for position in positions]
+        max_seq_len = max(seq_lens)
+        if max_seq_len > self._table.shape[1] * size:
+            self._widen(-(-max_seq_len // size))
+        slots = []
+        for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
+            block_ids, last = row.block_ids, position // size
+            if self._shown[i] is not block_ids or self._num_shown[i] != last + 1:
+                self._show(i, row, last + 1)
+            slots.append(block_ids[last] * size + position % size)
+        self._tokens[:] = [row.token_ids[0] for row in rows], positions, slots
+        self._lens[:] = [*seq_lens, *accumulate(seq_lens, initial=0)]
+        attention = AttentionMetadata(
+            self._slot_mapping,
+            self._block_table,
+            self._seq_lens,
+            self._cu_seqlens_q,
+            self._cu_seqlens_k,
+            1,
+            max_seq_len,
+        )
+        return ModelInput(
+            self._input_ids, self._positions, attention, self._logits_rows, self._nothing, self._nothing
+        )
+
+    def _widen(self, num_blocks: int) -> None:
+        """Make the table anew, with room for so many blocks and for as many again."""
+        self._table = np.zeros((self.num_rows, 2 * num_blocks), np.int32)
+        self._block_table = torch.from_numpy(self._table)
+        # What the table holds of each row: tables are tuples, so the same one says the same.
+        self._shown: list[tuple[int, ...] | None] = [None] * self.num_rows
+        self._num_shown = [0] * self.num_rows
+
+    def _show(self, i: int, row: ScheduledSequence, num_blocks: int) -> None:
+        """Let the table hold the first so many blocks of row `i`, and the null block behind them."""
+        _check_blocks(row, num_blocks)
+        self._table[i, :num_blocks] = row.block_ids[:num_blocks]
+        self._table[i, num_blocks:] = 0
+        self._shown[i], self._num_shown[i] = row.block_ids, num_blocks
+
+
+def _only_decodes(plan: StepPlan) -> bool:
+    return (
+        bool(plan.rows)
+        and plan.follows is None
+        and all(
+            len(row.token_ids) == 1 and row.is_sampled and row.num_prompt_logprobs is None
+            for row in plan.rows
+        )
+    )
+
+
 def uploaded(batch: ModelInput, device: torch.device) -> ModelInput:
     """The same on a device, brought there in one copy that nobody waits for."""
     attention = batch.attention
@@ -183,10 +279,7 @@ def _block_table(plan: StepPlan, num_blocks: NDArray[np.int64]) -> NDArray[np.in
     Blocks held ahead of the tokens are left out, so that nothing of them is ever read.
     """
     for row, wanted in zip(plan.rows, num_blocks.tolist(), strict=True):
-        if len(row.block_ids) < wanted:
-            raise IntegrityError(
-                f"sequence {row.sequence_id}: {row.end_position} tokens in {len(row.block_ids)} blocks"
-            )
+        _check_blocks(row, wanted)
     width = int(num_blocks.max())
     table = np.zeros((len(plan.rows), width), np.int32)
     table[np.arange(width) < num_blocks[:, None]] = np.fromiter(
@@ -197,3 +290,10 @@ def _block_table(plan: StepPlan, num_blocks: NDArray[np.int64]) -> NDArray[np.in
         int(num_blocks.sum()),
     )
     return table
+
+
+def _check_blocks(row: ScheduledSequence, wanted: int) -> None:
+    if len(row.block_ids) < wanted:
+        raise IntegrityError(
+            f"sequence {row.sequence_id}: {row.end_position} tokens in {len(row.block_ids)} blocks"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionBackend
-from headrace.engine.batch import build_batch, with_drawn
+from headrace.engine.batch import BatchBuilder, with_drawn
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.models.forward import ForwardModel
@@ -59,6 +59,7 @@ class ModelRunner:
         self._draft_model = draft_model
         self._graphs = graphs
         self._block_size = layout.block_size
+        self._batches = BatchBuilder(layout.block_size, model.device)
         self._has_told_draft_failure = False
         self._last_step: int | None = None
         self._last_drawn: StepTables | None = None
@@ -107,7 +108,7 @@ class ModelRunner:
             hidden = self._graphs.hidden(plan, before)
             if hidden is not None:
                 return hidden, hidden.shape[0]
-        batch = build_batch(plan, self._block_size, model.device)
+        batch = self._batches.build(plan)
         step = attention.begin_step(batch.attention)
         is_prompt_told = batch.prompt_rows.shape[0] > 0
         rows = torch.cat((batch.logits_rows, batch.prompt_rows)) if is_prompt_told else batch.logits_rows

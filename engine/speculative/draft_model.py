@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.attention.backend import AttentionBackend
-from headrace.engine.batch import build_batch
+from headrace.engine.batch import BatchBuilder
 from headrace.engine.models.forward import ForwardModel
 from headrace.engine.sampling.adjustments import adjust
 from headrace.engine.sampling.constraint import RowConstraint
@@ -120,7 +120,7 @@ class DraftModel:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._block_size = block_size
+        self._batches = BatchBuilder(block_size, model.device)
         self._vocab_size = vocab_size
         self._num_common_ids = num_common_ids
         self._vocabulary = vocabulary
@@ -150,7 +150,7 @@ class DraftModel:
         self, step: int, rows: Sequence[ScheduledSequence], drafting: Sequence[_Drafting]
     ) -> list[_Drafting]:
         """Compute `rows`, give each of `drafting` a token; returns those that want another."""
-        batch = build_batch(StepPlan(step, tuple(rows)), self._block_size, self._model.device)
+        batch = self._batches.build(StepPlan(step, tuple(rows)))
         attention = self._attention.begin_step(batch.attention)
         hidden = self._model.hidden(batch.input_ids, batch.positions, attention, batch.logits_rows)
         if not drafting:

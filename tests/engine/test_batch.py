@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine.attention.backend import AttentionMetadata
-from headrace.engine.batch import build_batch, uploaded
+from headrace.engine.batch import BatchBuilder, ModelInput, build_batch, uploaded
 from headrace.engine.config import CacheLayout
 from headrace.engine.errors import IntegrityError
 from headrace.engine.kv.storage import KVShape, KVStorage
@@ -191,3 +191,64 @@ def test_rows_that_tell_their_prompt_want_what_stands_before_each_of_its_tokens(
 
     assert batch.prompt_rows.tolist() == told
     assert batch.logits_rows.tolist() == [0, num_tokens, num_tokens + 1]
+
+
+@st.composite
+def decoding(draw: st.DrawFn) -> tuple[int, list[StepPlan]]:
+    """Block size and steps, nearly all of which only decode, of sequences that come, grow and go; each holds
+    some blocks ahead."""
+    block_size = draw(st.integers(1, 3))
+    tables: dict[int, tuple[int, ...]] = {}
+    positions: dict[int, int] = {}
+    ids, steps = iter(range(1, 10_000)), list[StepPlan]()
+    for step in range(draw(st.integers(1, 12))):
+        for i in draw(st.sets(st.integers(0, 4), min_size=1)):
+            if i in tables and draw(st.booleans()):
+                del tables[i], positions[i]
+            elif i not in tables:
+                tables[i], positions[i] = (), draw(st.integers(0, 9))
+        rows = []
+        for i, position in positions.items():
+            if position >= block_size * len(tables[i]):
+                num_new = position // block_size + 1 - len(tables[i]) + draw(st.integers(0, 2))
+                tables[i] += tuple(next(ids) for _ in range(num_new))
+            rows.append(
+                make_row(i, position, (next(ids),), tables[i], is_sampled=draw(st.integers(0, 20)) > 0)
+            )
+            positions[i] += 1
+        if rows:
+            steps.append(StepPlan(step, tuple(rows)))
+    return block_size, steps
+
+
+@given(decoding())
+def test_tensors_that_are_kept_say_what_new_ones_would(case: tuple[int, list[StepPlan]]) -> None:
+    block_size, steps = case
+    builder = BatchBuilder(block_size)
+
+    for plan in steps:
+        assert _told(builder.build(plan)) == _told(build_batch(plan, block_size))
+
+
+def _told(batch: ModelInput) -> list[object]:
+    """All numbers of a step; of the block table the columns that say anything."""
+    attention = batch.attention
+    table = attention.block_table
+    while table.shape[1] > 1 and not table[:, -1].any():
+        table = table[:, :-1]
+    tensors = (
+        *(batch.input_ids, batch.positions, batch.logits_rows, batch.prompt_rows, batch.taken_from, table),
+        *(attention.slot_mapping, attention.seq_lens, attention.cu_seqlens_q, attention.cu_seqlens_k),
+    )
+    numbers = [(tensor.dtype, tensor.tolist()) for tensor in tensors]
+    return [*numbers, attention.max_query_len, attention.max_seq_len]
+
+
+def test_a_step_that_was_refused_leaves_nothing_behind() -> None:
+    builder = BatchBuilder(block_size=2)
+    good = StepPlan(0, (make_row(0, 3, (1,), (4, 5)), make_row(1, 1, (2,), (6,))))
+    builder.build(good)
+    with pytest.raises(IntegrityError, match="sequence 1: 3 tokens in 1 blocks"):
+        builder.build(StepPlan(1, (make_row(2, 4, (3,), (7, 8, 9)), make_row(1, 2, (4,), (6,)))))
+
+    assert _told(builder.build(good)) == _told(build_batch(good, 2))
