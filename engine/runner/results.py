@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -76,7 +76,7 @@ class LaunchedTables:
         failures = iter(self._failures)
         results = [_row_result(row, tokens, logprobs, told, failures) for row in self._plan.rows]
         for place in self._draft_failed:
-            results[place] = replace(results[place], is_draft_failed=True)
+            results[place] = results[place]._replace(is_draft_failed=True)
         return StepResult(tuple(results), propose_s=self._propose_s)
 
 

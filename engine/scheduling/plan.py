@@ -175,9 +175,8 @@ def as_run(plan: StepPlan, result: StepResult) -> StepPlan:
     return StepPlan(plan.step, tuple(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """Outcome of one row.
+class RowResult(NamedTuple):
+    """Outcome of one row; a tuple for the reason that a `ScheduledSequence` is one.
 
     Args:
         token_ids: the tokens drawn, in order: the drafts that were kept, then one more; empty when the row

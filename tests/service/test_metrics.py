@@ -193,7 +193,7 @@ class FailingDrafts(Blocking):
         self.num_failures += 1
         rows = tuple(row._replace(draft=None) for row in plan.rows)
         result = self.runner.execute(replace(plan, rows=rows))
-        return StepResult(tuple(replace(row, is_draft_failed=True) for row in result.rows))
+        return StepResult(tuple(row._replace(is_draft_failed=True) for row in result.rows))
 
     def close(self) -> None:
         self.runner.close()

@@ -59,7 +59,7 @@ def _telling(row: ScheduledSequence, outcome: RowResult) -> RowResult:
         first = row.first_position + 1
         told = row.known_token_ids[first : first + row.num_prompt_successors]
         prompt_logprobs = tuple(logprobs_of(token_id, row.num_prompt_logprobs) for token_id in told)
-    return replace(outcome, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    return outcome._replace(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def make_indexed_model(

@@ -144,7 +144,7 @@ class Storm:
         if is_failing:
             bare = replace(plan, rows=tuple(row._replace(draft=None) for row in plan.rows))
             rows = [
-                replace(outcome, is_draft_failed=row.draft is not None)
+                outcome._replace(is_draft_failed=row.draft is not None)
                 for row, outcome in zip(plan.rows, self.runner.execute(bare).rows, strict=True)
             ]
         else:
