@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -22,6 +21,7 @@ from headrace.engine.config import BatchingPolicy, CacheLayout, EngineConfig, Mo
 from headrace.engine.constraints import ConstraintDesk
 from headrace.engine.core import EngineCore, RequestEvent
 from headrace.engine.errors import Draining, EngineDead
+from headrace.engine.model_thread import ModelThread
 from headrace.engine.outputs import FailureEvent, Load
 from headrace.engine.runner.fault_barrier import FaultBarrier
 from headrace.engine.runner.protocol import LoadedModel
@@ -78,7 +78,7 @@ class AsyncEngine:
         self._end_all = False
         self._is_stopping = False
         self._last_progress_s = time.monotonic()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-model")
+        self._thread = ModelThread()
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
@@ -139,8 +139,8 @@ class AsyncEngine:
         if self._loop_task is not None:
             # Not awaited itself: it may have been cancelled, which is no reason to cancel whoever leaves.
             await asyncio.wait({self._loop_task})
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._barrier.close)
-        self._executor.shutdown(wait=False)
+        await self._thread.run(self._barrier.close)
+        self._thread.close()
         self._constraints.close()
 
     def max_tokens_for(self, request: Request) -> int:
@@ -259,7 +259,6 @@ class AsyncEngine:
             self._idle.set()
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while not self._is_stopping or self._core.num_under_way:
             self._publish(self._core.abort(self._to_abort))
             self._to_abort.clear()
@@ -277,7 +276,7 @@ class AsyncEngine:
                     self._core.check_integrity()
                 await self._rest()
                 continue
-            result = await loop.run_in_executor(self._executor, self._barrier.advance, *plans)
+            result = await self._thread.run(self._barrier.advance, *plans)
             events, stats = self._core.finish_step(result)
             self._last_progress_s = time.monotonic()
             self._publish(events)
