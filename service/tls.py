@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import grpc
 
 from headrace.service.file_watch import UnusableFile, WatchedFiles, read_text
+
+_LABEL = re.compile(r"-----BEGIN [A-Z0-9 ]*?(CERTIFICATE|PRIVATE KEY)-----")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class TlsFiles:
         Raises:
             UnusableFile: one can't be read, or they don't fit together.
         """
-        key, cert = read_text(self.key), read_text(self.cert)
-        client_ca = None if self.client_ca is None else read_text(self.client_ca)
+        cert = _pem(self.cert, "certificate", "--tls-cert")
+        key = _pem(self.key, "private key", "--tls-key")
+        client_ca = None if self.client_ca is None else _pem(self.client_ca, "certificate", "--tls-client-ca")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # Never asks on the terminal for the passphrase of an encrypted key.
@@ -55,6 +59,16 @@ class TlsFiles:
         return grpc.ssl_server_certificate_configuration(
             [(key.encode(), cert.encode())], None if client_ca is None else client_ca.encode()
         )
+
+
+def _pem(path: Path, wanted: str, flag: str) -> str:
+    """The text of a file that holds a certificate or a key, or both."""
+    text = read_text(path)
+    found = {label.lower() for label in _LABEL.findall(text)}
+    if wanted not in found:
+        held = f"a {' and a '.join(sorted(found))}" if found else "neither certificates nor keys in PEM"
+        raise UnusableFile(f"{path}: holds {held}, and {flag} takes a {wanted}")
+    return text
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:

@@ -11,6 +11,7 @@ from typing import Literal
 import grpc
 
 from headrace.clients.errors import InvalidArgument, Unavailable
+from headrace.clients.pem_files import read_pem
 from headrace.clients.retry import Attempts
 
 _SCHEMES_WITHOUT_PORT = frozenset({"unix", "unix-abstract", "vsock", "xds"})
@@ -152,16 +153,11 @@ def _credentials(
 def _tls_credentials(tls: Tls) -> grpc.ChannelCredentials:
     if (tls.cert is None) != (tls.key is None):
         raise InvalidArgument("a client's certificate and its key belong together: give both, or neither")
-    return grpc.ssl_channel_credentials(*(_content(path) for path in (tls.ca, tls.key, tls.cert)))
-
-
-def _content(path: Path | str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"{path}: can't be read: {error.strerror}") from None
+    return grpc.ssl_channel_credentials(
+        None if tls.ca is None else read_pem(tls.ca, "certificate", "--tls-ca (Tls.ca)"),
+        None if tls.key is None else read_pem(tls.key, "private key", "--tls-key (Tls.key)"),
+        None if tls.cert is None else read_pem(tls.cert, "certificate", "--tls-cert (Tls.cert)"),
+    )
 
 
 def _is_local(target: str) -> bool:

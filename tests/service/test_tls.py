@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from headrace.clients import InferenceClient, RetryPolicy, Tls, Unavailable
+from headrace.clients import InferenceClient, InvalidArgument, RetryPolicy, Tls, Unavailable
 from headrace.service.auth import AuthRules
 from headrace.service.file_watch import UnusableFile
 from headrace.service.identity import Role
@@ -141,8 +142,53 @@ def test_files_that_do_not_fit_together_are_refused_at_the_start(
         server_credentials(TlsFiles(broken.cert, broken.key))
     with pytest.raises(UnusableFile, match="can't be read"):
         server_credentials(TlsFiles(tmp_path / "nowhere", broken.key))
+    damaged = tmp_path / "damaged.pem"
+    damaged.write_text("-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n")
     with pytest.raises(UnusableFile, match="holds no certificates"):
-        server_credentials(TlsFiles(server_cert.cert, server_cert.key, server_cert.key))
+        server_credentials(TlsFiles(server_cert.cert, server_cert.key, damaged))
+
+
+def test_a_key_in_the_place_of_a_certificate_is_told_with_the_flag(
+    server_cert: Certificate, tmp_path: Path
+) -> None:
+    cert, key, other = server_cert.cert, server_cert.key, tmp_path / "other"
+    other.write_text("words")
+    both = tmp_path / "both.pem"
+    both.write_text(cert.read_text() + key.read_text())
+    for files, told in (
+        (TlsFiles(key, cert), f"{key}: holds a private key, and --tls-cert takes a certificate"),
+        (TlsFiles(cert, cert), f"{cert}: holds a certificate, and --tls-key takes a private key"),
+        (TlsFiles(cert, key, key), f"{key}: holds a private key, and --tls-client-ca takes a certificate"),
+        (TlsFiles(other, key), f"{other}: holds neither certificates nor keys in PEM, and --tls-cert takes"),
+    ):
+        with pytest.raises(UnusableFile, match=re.escape(told)):
+            server_credentials(files)
+    server_credentials(TlsFiles(both, both, both))
+
+
+async def test_a_client_is_told_which_of_its_files_is_another(
+    authority: Authority, server_cert: Certificate, tmp_path: Path
+) -> None:
+    ca, cert, key, other = authority.cert, server_cert.cert, server_cert.key, tmp_path / "other"
+    other.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
+    for tls, told in (
+        (
+            Tls(ca=key),
+            f"{key}: holds a private key, and --tls-ca (Tls.ca) takes a certificate",
+        ),
+        (
+            Tls(ca, key, cert),
+            f"{cert}: holds a certificate, and --tls-key (Tls.key) takes a private",
+        ),
+        (Tls(ca, key, key), f"{key}: holds a private key, and --tls-cert (Tls.cert) takes"),
+        (
+            Tls(ca, cert, other),
+            f"{other}: is encrypted, and --tls-key (Tls.key) takes a private key",
+        ),
+        (Tls(tmp_path / "none"), "can't be read"),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(told)):
+            await InferenceClient("127.0.0.1:1", tls=tls).__aenter__()
 
 
 def test_a_peer_is_named_by_its_certificate() -> None:
