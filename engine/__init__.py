@@ -47,6 +47,7 @@ from headrace.engine.loading import (
     check_model,
     list_models,
     load_model,
+    look_up_model,
     make_draft_model,
     resolve_model,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "give_back_memory",
     "list_models",
     "load_model",
+    "look_up_model",
     "make_draft_model",
     "resolve_model",
     "share_heaps",

@@ -74,6 +74,20 @@ def resolve_model(spec: str, cache_dir: Path, progress: LoadProgress | None = No
     return resolve(spec, progress, cache_dir)
 
 
+def look_up_model(spec: str) -> None:
+    """Check that `spec` names a model that is here, or one that may be fetched; nothing is read or fetched.
+
+    Args:
+        spec: see `resolve_model`.
+
+    Raises:
+        ModelLoadError: there is no such thing.
+    """
+    from headrace.engine.models.hub import look_up_model as look_up
+
+    look_up(spec)
+
+
 def list_models(cache_dir: Path) -> tuple[ListedModel, ...]:
     """Models that have a name of their own, and all that lie in the cache.
 

@@ -27,7 +27,7 @@ from headrace.service.drafting import make_draft
 from headrace.service.exit_codes import EXIT_OK, EXIT_REFUSED
 from headrace.service.file_watch import UnusableFile
 from headrace.service.grpc_batches import UNMENDED, mend_batches
-from headrace.service.lifecycle import ModelSource, model_from_files
+from headrace.service.lifecycle import ModelSource
 from headrace.service.lifecycle import serve as serve_until_stopped
 from headrace.service.memory import NUM_HEAPS
 from headrace.service.progress import ShownProgress
@@ -35,12 +35,12 @@ from headrace.service.server import BindError
 from headrace.service.telemetry import configure_logging, log
 
 
-def serve(flags: Sequence[str], source: ModelSource = model_from_files) -> int:
+def serve(flags: Sequence[str], source: ModelSource | None = None) -> int:
     """``headrace serve``.
 
     Args:
         flags: without the command's name.
-        source: loads the model.
+        source: loads the model; None: from files.
 
     Returns:
         Exit code.

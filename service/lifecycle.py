@@ -24,6 +24,7 @@ from headrace.engine import (
     StopConditions,
     check_machine,
     load_model,
+    look_up_model,
     resolve_model,
 )
 from headrace.service.collector import settled_garbage
@@ -69,11 +70,12 @@ def model_from_files(config: ServiceConfig, progress: LoadProgress) -> LoadedMod
     return load_model(config.engine_config(path, draft_path), progress)
 
 
-async def serve(config: ServiceConfig, source: ModelSource = model_from_files) -> int:
+async def serve(config: ServiceConfig, source: ModelSource | None = None) -> int:
     """Serve until a signal, or the engine's death.
 
     Args:
-        source: loads the model; called in a thread of its own.
+        source: loads the model; called in a thread of its own. None: `model_from_files`, where what the
+            configuration names is looked up before any port is opened.
 
     Returns:
         The process's exit code.
@@ -84,6 +86,11 @@ async def serve(config: ServiceConfig, source: ModelSource = model_from_files) -
         EngineError: the model can't be served.
     """
     asyncio.get_running_loop().set_exception_handler(log_loop_fault)
+    if source is None:
+        for spec in (config.model, config.draft_model):
+            if spec is not None:
+                look_up_model(spec)
+        source = model_from_files
     return await _Service(config, await Health.start()).run(source)
 
 

@@ -24,6 +24,8 @@ _CPU = torch.device("cpu")
 
 DEFAULT_MEMORY_FRACTION = 0.4
 """Of what is free once the weights are read: the rest is for activations and for everybody else."""
+_ADVISED_FRACTION = 0.9
+"""Of what is free, in what is advised: by the next start other processes may have taken some of it."""
 _LEAST_USEFUL_TOKENS = 256
 _BLOCK_SIZES = {"cpu": 4, "cuda": 256}
 """Small blocks waste little; the paged kernels of GPUs take multiples of 256 alone."""
@@ -131,6 +133,7 @@ def plan_layout(
     available_bytes: int,
     device: torch.device = _CPU,
     draft_shape: KVShape | None = None,
+    unsure_bytes: int = 0,
 ) -> CacheLayout:
     """Decide how many blocks there are.
 
@@ -143,9 +146,11 @@ def plan_layout(
         available_bytes: memory that may be taken now, the weights being in place.
         device: where the pool will be.
         draft_shape: what the draft model takes for the same token, behind the same block ids.
+        unsure_bytes: of `available_bytes`, what weights that aren't read yet may take, too.
 
     Raises:
-        ConfigError: the wanted pool doesn't fit, or no useful pool does; it says how much there is.
+        ConfigError: the wanted pool doesn't fit, or no useful pool does; it says how much there is, and a
+            size that is going to fit.
     """
     block_size = block_size_for(cache, device)
     token_bytes = shape.bytes_per_token + (0 if draft_shape is None else draft_shape.bytes_per_token)
@@ -182,7 +187,7 @@ def plan_layout(
     layout = CacheLayout(num_usable + 1, block_size)
     pool_bytes = layout.num_blocks * block_bytes
     if pool_bytes > available_bytes:
-        most = available_bytes // block_bytes - 1
+        most = int((available_bytes - unsure_bytes) * _ADVISED_FRACTION) // block_bytes - 1
         remedy = "free memory, or take a smaller model"
         if most > 0:
             is_by_size = cache.memory_bytes is not None

@@ -68,19 +68,39 @@ def resolve_model(
     Raises:
         ModelLoadError: there is no such thing, or it can't be fetched or converted.
     """
-    if not spec:
-        raise ModelLoadError(f"no model is named: {_what_is_possible(sources)}")
+    look_up_model(spec, sources=sources)
     if spec in sources.known:
         return _resolve_known(sources.known[spec], progress, cache_dir, sources)
     if spec.startswith(_HUB_PREFIX):
         return _resolve_hub(spec.removeprefix(_HUB_PREFIX), progress, cache_dir, sources)
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return path
+    return path if path.is_dir() else _converted(path, progress, cache_dir, sources)
+
+
+def look_up_model(spec: str, *, sources: Sources = SOURCES) -> None:
+    """Check that `spec` names a model that is here, or one that may be fetched; nothing is read or fetched.
+
+    Args:
+        spec, sources: see `resolve_model`.
+
+    Raises:
+        ModelLoadError: there is no such thing.
+    """
+    if not spec:
+        raise ModelLoadError(f"no model is named: {_what_is_possible(sources)}")
+    if spec in sources.known:
+        return
+    if spec.startswith(_HUB_PREFIX):
+        if not _HUB_NAME.fullmatch(spec.removeprefix(_HUB_PREFIX)):
+            raise ModelLoadError(
+                f"{spec} is no model of the hub: write hf:organisation/name or hf:organisation/name@revision"
+            )
+        return
+    path = Path(spec).expanduser()
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+        return
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelLoadError(f"{path} does not exist")
-        return _converted(path, progress, cache_dir, sources)
+        raise ModelLoadError(f"{path} does not exist")
     if path.exists():
         raise ModelLoadError(
             f"{path} is neither a model folder nor a GGUF file: {_what_is_possible(sources)}"
@@ -104,10 +124,6 @@ def _resolve_known(
 
 
 def _resolve_hub(name: str, progress: LoadProgress | None, cache_dir: Path, sources: Sources) -> Path:
-    if not _HUB_NAME.fullmatch(name):
-        raise ModelLoadError(
-            f"hf:{name} is no model of the hub: write hf:organisation/name or hf:organisation/name@revision"
-        )
     repository, _, revision = name.partition("@")
     try:
         return sources.snapshot(repository, revision or None, cache_dir / "hub", progress)

@@ -33,6 +33,8 @@ from headrace.engine.runner.placement import attention_task
 
 _LEAST_BYTES = {WeightKind.INT8: 1.0, WeightKind.INT4: 0.5, WeightKind.KEPT_BF16: 2.0}
 """Of a weight: what is beside the linear layers takes more."""
+_MOST_OF_LEAST = 1.25
+"""Numbers of four bits have a scale for every 32 or more."""
 _LEAST_LEN = 256
 
 
@@ -50,10 +52,11 @@ def check_machine(config: EngineConfig) -> None:
         choose_weight_kind(config.speculation.draft_weight_dtype, device)
     check_backend(config.model.attention_backend, attention_task(config, device, dtype=DTYPES.get(wanted)))
     pool, free = config.cache.memory_bytes, available_memory(device)
-    if pool is not None and pool > free:
+    # Of a model that is here, more is known soon: with its weights, how large the pool may be.
+    if pool is not None and pool > free and not config.model.path.is_dir():
         raise ConfigError(
             f"memory_bytes={pool} ({gib(pool)}) is more than the {gib(free)} that are free: "
-            f"use memory_bytes={free} at most, or free memory"
+            "use less by what weights and activations take, free memory, or leave it out for what fits"
         )
 
 
@@ -111,6 +114,14 @@ class _Planned:
             # The embedding is looked up row by row, so a packed head is a second one.
             num_weights += math.prod(shapes[EMBEDDING]) * is_packed(self.dtype, self.device, self.kind)
         return int(num_weights * _LEAST_BYTES.get(self.kind, self.dtype.itemsize))
+
+    @property
+    def most_weight_bytes(self) -> int:
+        """About at most: embeddings and heads may stay as they are, and packed numbers have scales."""
+        if self.kind is WeightKind.SAME:
+            return self.weight_bytes
+        at_the_ends = 2 * math.prod(self.spec.tensors()[EMBEDDING]) * self.dtype.itemsize
+        return int(_MOST_OF_LEAST * self.weight_bytes) + at_the_ends
 
     @property
     def rotary_bytes(self) -> int:
@@ -174,6 +185,7 @@ def _lack_of_memory(
             available_bytes=left,
             device=device,
             draft_shape=None if draft is None else draft.kv_shape,
+            unsure_bytes=sum(each.most_weight_bytes - each.weight_bytes for each in planned),
         )
     except ConfigError as error:
         return error

@@ -127,7 +127,7 @@ def test_a_pool_below_the_longest_sequence_is_fine() -> None:
 @pytest.mark.parametrize(
     ("cache", "available", "message"),
     [
-        (CacheConfig(block_size=4, num_blocks=1000), 1000 * BYTES_PER_TOKEN, "use num_blocks=249 at most"),
+        (CacheConfig(block_size=4, num_blocks=1000), 1000 * BYTES_PER_TOKEN, "use num_blocks=224 at most"),
         (
             CacheConfig(block_size=4, num_blocks=9),
             4 * BYTES_PER_TOKEN,

@@ -15,7 +15,7 @@ from headrace.engine.errors import ModelLoadError
 from headrace.engine.models.cache import is_intact
 from headrace.engine.models.checkpoint import read_config
 from headrace.engine.models.generation_defaults import suggested_sampling
-from headrace.engine.models.hub import Sources, resolve_model
+from headrace.engine.models.hub import Sources, look_up_model, resolve_model
 from headrace.engine.models.known import KnownModel, WheelPart
 from headrace.engine.runner.protocol import LoadProgress
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -265,6 +265,9 @@ def test_what_is_no_model_is_refused_with_what_is_possible(
     with pytest.raises(ModelLoadError) as caught:
         resolve(spec, tmp_path, index)
     assert words in str(caught.value)
+    with pytest.raises(ModelLoadError) as looked_up:
+        look_up_model(spec, sources=index.sources)
+    assert str(looked_up.value) == str(caught.value)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, index: FakeIndex) -> None:

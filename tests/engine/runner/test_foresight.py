@@ -21,6 +21,7 @@ from headrace.engine.config import (
     SpeculationConfig,
 )
 from headrace.engine.errors import ConfigError
+from headrace.engine.kv.storage import KVShape, plan_layout
 from headrace.engine.models.layers import is_packed
 from headrace.engine.models.loader import DTYPES, read_spec, suits_kept_bf16
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
@@ -78,6 +79,25 @@ def test_more_memory_than_there_is_needs_no_file_to_be_refused() -> None:
         ConfigError, match=r"memory_bytes=1152921504606846976 \(1073741824\.00 GiB\) is more than the"
     ):
         check_machine(make_config(Path("nowhere"), CacheConfig(memory_bytes=2**60)))
+
+
+def test_a_pool_as_large_as_is_advised_fits_once_the_weights_are_there(
+    tmp_path: Path, config_file: dict[str, Any]
+) -> None:
+    folder = folder_of(tmp_path, config_file, vocab_size=20_000)
+    greedy = make_config(folder, CacheConfig(block_size=4, memory_bytes=2**60))
+    check_machine(greedy)
+    with pytest.raises(ConfigError, match=r"use memory_bytes=\d+ at most") as refusal:
+        check_room(greedy, CPU, torch.float32, 24 * MIB)
+    found = re.search(r"use memory_bytes=(\d+)", str(refusal.value))
+    assert found is not None
+    advised = CacheConfig(block_size=4, memory_bytes=int(found[1]))
+    check_room(make_config(folder, advised), CPU, torch.float32, 24 * MIB)
+    _, spec = read_spec(folder)
+    # Whatever they are stored in, they take no more; and a little is somebody else's by then.
+    weight_bytes = 4 * sum(math.prod(shape) for shape in spec.tensors().values())
+    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32)
+    plan_layout(advised, shape, max_num_seqs=3, max_model_len=64, available_bytes=23 * MIB - weight_bytes)
 
 
 def test_what_the_machine_can_do_passes() -> None:
