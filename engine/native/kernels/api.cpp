@@ -66,8 +66,6 @@ struct Scratch {
   size_t size = 0;
 };
 
-// Items per thread that a product is cut into: even where one core is slower.
-constexpr int64_t kRunsPerThread = 4;
 // A multiple of the rows that kernels of any instruction set compute together.
 constexpr int64_t kRowsTogether = 12;
 
@@ -362,21 +360,25 @@ void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, 
   const int64_t most_rows = std::max<int64_t>(48, kCachedBytes / row_bytes);
   const int64_t num_blocks = (num_rows + most_rows - 1) / most_rows;
   const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
-  const int64_t wanted_runs = (kRunsPerThread * num_threads + num_blocks - 1) / num_blocks;
-  const int64_t num_runs = std::max<int64_t>(1, std::min<int64_t>(num_panels, wanted_runs));
-  const int64_t num_items = num_blocks * num_runs;
   // Whole groups of the rows that kernels compute together.
   const auto block_begin = [&](int64_t block) {
     return block == num_blocks ? num_rows : num_rows * block / num_blocks / kRowsTogether * kRowsTogether;
   };
-  int32_t next_item = 0;
-  in_parallel(num_items == 1 ? 1 : num_threads, [&] {
-    for (;;) {
-      const int64_t item = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED);
-      if (item >= num_items) return;
-      const int64_t block = item / num_runs, run = item % num_runs;
-      multiply(call, block_begin(block), block_begin(block + 1), num_panels * run / num_runs,
-               num_panels * (run + 1) / num_runs);
+  // All panels of the first block of rows, then those of the second.
+  const int64_t num_all = num_blocks * num_panels;
+  const int64_t num_takers = num_threads > 1 ? 2 * num_threads : 1;
+  const int64_t least = std::max<int64_t>(1, num_all / (8 * num_takers));
+  int64_t next = 0;
+  in_parallel(num_all == 1 ? 1 : num_threads, [&] {
+    int64_t first = __atomic_load_n(&next, __ATOMIC_RELAXED);
+    while (first < num_all) {
+      // Many at first, where one follows the other in memory, few in the end, so that threads are done together.
+      const int64_t share = std::max(least, (num_all - first) / num_takers);
+      const int64_t block = first / num_panels, panel = first % num_panels;
+      const int64_t count = std::min(share, num_panels - panel);
+      if (!__atomic_compare_exchange_n(&next, &first, first + count, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+      multiply(call, block_begin(block), block_begin(block + 1), panel, panel + count);
+      first = __atomic_load_n(&next, __ATOMIC_RELAXED);
     }
   });
 }
