@@ -91,7 +91,8 @@ class FaultBarrier:
             result = StepResult(tuple(row or _raised(error) for row, error in alone))
             is_broken = all(row is None for row, _ in alone) and not self._can_run_anything()
         self._under_way.popleft()
-        self._drawn = _drawn(first.plan, result)
+        # What may follow it is under way already.
+        self._drawn = _drawn(first.plan, result) if self._under_way else []
         self._num_failed_steps = self._num_failed_steps + 1 if is_broken else 0
         if self._num_failed_steps >= self._max_failed_steps:
             raise EngineDead(

@@ -178,7 +178,7 @@ def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTabl
     logits = model.logits(hidden)
     tokens = None if proposals.weights else greedy_places(logits, rows)
     if tokens is not None:
-        return StepTables(tokens, _tell(logits, tokens[:, 0], rows))
+        return StepTables(tokens, _tell(logits, tokens, rows))
     # While the device computes.
     masks = [masks_of(row) for row in rows]
     weights = {}
@@ -190,23 +190,24 @@ def _draw(model: ForwardModel, hidden: Tensor, proposals: Proposals) -> StepTabl
     sampled = draw_places(logits, rows, masks, weights, proposals.vocabulary)
     tokens = torch.stack((sampled.token_ids, sampled.is_healthy, sampled.has_choice), dim=1)
     failures = tuple(None if along is None else _failure(along[0]) for along in masks)
-    return StepTables(tokens, _tell(logits, sampled.token_ids, rows), failures=failures)
+    return StepTables(tokens, _tell(logits, tokens, rows), failures=failures)
 
 
 def _failure(mask: RowMask | None) -> str | None:
     return None if mask is None else mask.failure
 
 
-def _tell(logits: Tensor, token_ids: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor | None:
-    """`StepTables.logprobs`, from the (P, V) and (P,), whole numbers of any type, of the places of `rows`."""
+def _tell(logits: Tensor, tokens: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor | None:
+    """`StepTables.logprobs`, from the (P, V) and `StepTables.tokens` of the places of `rows`."""
     num_tops = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     if not num_tops:
         return None
+    token_ids = tokens[:, 0].long()
     if len(num_tops) < len(rows):
         told = [row.num_logprobs is not None for row in rows for _ in range(row.num_draft_tokens + 1)]
         which = on_device([i for i, is_told in enumerate(told) if is_told], logits.device)
         logits, token_ids = logits[which], token_ids[which]
-    return logprob_table(logits, token_ids.long(), max(num_tops))
+    return logprob_table(logits, token_ids, max(num_tops))
 
 
 def _tell_prompts(model: ForwardModel, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, ...]:

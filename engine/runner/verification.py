@@ -41,11 +41,7 @@ def greedy_places(logits: Tensor, rows: Sequence[ScheduledSequence]) -> Tensor |
     """
     kit = native_kit()
     is_plain = all(
-        row.sampling.is_greedy
-        and row.constraint is None
-        and not row.suppressed_token_ids
-        and not row.sampling.is_adjusted
-        for row in rows
+        row.sampling.is_likeliest and row.constraint is None and not row.suppressed_token_ids for row in rows
     )
     if not is_plain or kit is None or not kit.token_ops.takes(logits):
         return None

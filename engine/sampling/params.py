@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.engine.errors import FieldViolation, InvalidRequest
 
@@ -63,11 +63,15 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    is_likeliest: bool = field(init=False, repr=False, compare=False)
+    """Whether the likeliest token is taken, and the model alone says which that is. Known beforehand, for
+    it is asked of every row in every step."""
 
     def __post_init__(self) -> None:
         violations = [*self._range_violations(), *self._token_violations()]
         if violations:
             raise InvalidRequest(*violations)
+        object.__setattr__(self, "is_likeliest", self.is_greedy and not self.is_adjusted)
 
     @property
     def is_greedy(self) -> bool:
