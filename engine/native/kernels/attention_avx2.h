@@ -3,15 +3,9 @@
 // the same order, as with packed keys.
 #pragma once
 
-#include "attention_math.h"
+#include "attention_tiles.h"
 
 namespace {
-
-// Blocks that hold whole quads are read quad by quad: so many tokens lie side by side.
-constexpr int kQuad = 4;
-// Tokens of one KV head that are computed together.
-constexpr int kUnit = 16;
-constexpr int kUnitQuads = kUnit / kQuad;
 
 #if defined(HEADRACE_AVX2_ONLY)
 
@@ -147,14 +141,27 @@ inline void weigh_columns_of_unit(const float* probs, int column, int first, int
     const T* row = reinterpret_cast<const T*>(values.quads[t / kQuad] + (t % kQuad) * stride + at);
     const int64_t coming_byte = at * kUnit + t * kRowBytes;
     if (kRowBytes >= 64 || coming_byte % 64 == 0) coming.fetch<(kRowBytes + 63) / 64>(coming_byte / 64);
-    __m256 numbers[C];
-    HEADRACE_UNROLL
-    for (int c = 0; c < C; ++c) numbers[c] = load_eight(row + c * 8);
-    HEADRACE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const __m256 prob = _mm256_broadcast_ss(probs + r * kTile + t);
+    // Whichever are fewer wait in registers: there is none to spare.
+    if constexpr (R < C) {
+      __m256 token_probs[R];
       HEADRACE_UNROLL
-      for (int c = 0; c < C; ++c) sums[r][c] = _mm256_fmadd_ps(prob, numbers[c], sums[r][c]);
+      for (int r = 0; r < R; ++r) token_probs[r] = _mm256_broadcast_ss(probs + r * kTile + t);
+      HEADRACE_UNROLL
+      for (int c = 0; c < C; ++c) {
+        const __m256 numbers = load_eight(row + c * 8);
+        HEADRACE_UNROLL
+        for (int r = 0; r < R; ++r) sums[r][c] = _mm256_fmadd_ps(token_probs[r], numbers, sums[r][c]);
+      }
+    } else {
+      __m256 numbers[C];
+      HEADRACE_UNROLL
+      for (int c = 0; c < C; ++c) numbers[c] = load_eight(row + c * 8);
+      HEADRACE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m256 prob = _mm256_broadcast_ss(probs + r * kTile + t);
+        HEADRACE_UNROLL
+        for (int c = 0; c < C; ++c) sums[r][c] = _mm256_fmadd_ps(prob, numbers[c], sums[r][c]);
+      }
     }
   }
   HEADRACE_UNROLL
