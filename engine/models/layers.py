@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.native.kit import native_kit
-from headrace.engine.native.quantised import WeightKind, quantise
+from headrace.engine.native.quantised import KEPT_KINDS, WeightKind, quantise
 
 _log = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = W
     Args:
         weight: (N, K), on the device and in the type that it is computed with.
         bias: (N,), the same.
-        kind: how the weight is kept; what is quantised is computed by the compiled kernels alone. What bf16
-            doesn't hold exactly is not kept in it.
+        kind: how the weight is kept; what is quantised is computed by the compiled kernels alone. The kept
+            kinds take for each weight the fewest bits that hold it exactly, if any do.
     """
     kit = native_kit()
-    if kit is not None and kind is WeightKind.KEPT_BF16 and kit.linears.can_keep_bf16(weight):
-        return kit.linears.make_kept_bf16(weight, bias)
+    if kit is not None and kind in KEPT_KINDS and kit.linears.can_keep(weight):
+        return kit.linears.make_kept(weight, bias)
     if kit is not None and kind in (WeightKind.INT8, WeightKind.INT4):
         return kit.linears.make_quantised(quantise(weight, kind), weight.dtype, bias)
     if kit is not None and kit.linears.suits(weight):
@@ -92,7 +92,6 @@ def is_packed(dtype: torch.dtype, device: torch.device, kind: WeightKind) -> boo
     kit = native_kit()
     if kit is not None and (
         kind in (WeightKind.INT8, WeightKind.INT4)
-        or (kind is WeightKind.KEPT_BF16 and kit.linears.suits_kept_bf16())
         or kit.linears.suits(torch.empty((1, 2), dtype=dtype, device=device))
     ):
         return True

@@ -26,7 +26,7 @@ from headrace.engine.models.reduced_head import ReducedHead
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.native.kit import native_kit
-from headrace.engine.native.quantised import WeightKind
+from headrace.engine.native.quantised import KEPT_KINDS, WeightKind, hold_exactly
 from headrace.engine.runner.protocol import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,13 @@ _log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types by their names; "auto" names none."""
 _WEIGHT_KINDS = {"same": WeightKind.SAME, "int8": WeightKind.INT8, "int4": WeightKind.INT4}
+_WITH = {WeightKind.INT4: WeightKind.WITH_INT4, WeightKind.INT8: WeightKind.WITH_INT8}
+_KEPT_AS = {
+    WeightKind.KEPT_BF16: "bfloat16 and stay so",
+    WeightKind.WITH_INT4: "whole numbers of 4 bits, or of 8, with scales, which steps of few tokens read",
+    WeightKind.WITH_INT8: "whole numbers of 8 bits with scales, which steps of few tokens read",
+}
+_NUM_PROBED_ROWS = 8
 _STAGE = "reading weights"
 
 
@@ -77,9 +84,10 @@ def load_decoder(
         spec = _settle_head(spec, checkpoint)
         checkpoint.require(spec.tensors(), redundant={HEAD} if spec.tied_head else set())
         weight_kind = settle_weight_kind(weight_kind, checkpoint, spec, dtype, device)
-        if weight_kind is WeightKind.KEPT_BF16:
+        if weight_kind in KEPT_KINDS:
             _log.info(
-                "the checkpoint's weights are bfloat16 and stay so, computed with in %s: nothing is lost",
+                "the checkpoint's weights are %s, computed with in %s: nothing is lost",
+                _KEPT_AS[weight_kind],
                 dtype,
             )
         source = _ConvertedWeights(checkpoint, spec, dtype, device, progress)
@@ -213,25 +221,27 @@ def settle_weight_kind(
     """How a checkpoint's weights are going to be kept.
 
     Args:
-        kind: what was chosen; weights of the same type as is computed in stay bfloat16 where the files hold
-            that and nothing is lost by it. Tensors that the files lack don't count.
+        kind: what was chosen; weights of the same type as is computed in stay bfloat16, or are read as the
+            whole numbers that they are, where nothing is lost by it. Tensors that the files lack don't count.
+
+    Returns:
+        Of whole numbers the fewest bits that any weight takes; others take more, or are none.
     """
+    if kind is not WeightKind.SAME or not suits_kept(dtype, device):
+        return kind
     # Gains and biases, which a file may hold in another type, are few.
     matrices = {name for name, shape in spec.tensors().items() if len(shape) > 1} & checkpoint.names
-    is_kept = (
-        kind is WeightKind.SAME
-        and suits_kept_bf16(dtype, device)
-        and all(checkpoint.dtype(name) == "BF16" for name in matrices)
-    )
-    return WeightKind.KEPT_BF16 if is_kept else kind
+    if all(checkpoint.dtype(name) == "BF16" for name in matrices):
+        return WeightKind.KEPT_BF16
+    begins = (checkpoint.first_rows(name, _NUM_PROBED_ROWS).float() for name in sorted(matrices))
+    held = {found.kind for found in map(hold_exactly, begins) if found is not None}
+    return next((kept for few, kept in _WITH.items() if few in held), kind)
 
 
-def suits_kept_bf16(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether what is computed in `dtype` may take weights that stay in bfloat16."""
+def suits_kept(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether what is computed in `dtype` may take weights that are kept in fewer bits."""
     kit = native_kit()
-    return (
-        dtype is torch.float32 and device.type == "cpu" and kit is not None and kit.linears.suits_kept_bf16()
-    )
+    return dtype is torch.float32 and device.type == "cpu" and kit is not None and kit.linears.suits_kept()
 
 
 def choose_max_len(wanted: int | None, spec: DecoderSpec) -> int:

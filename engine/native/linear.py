@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
-from headrace.engine.native.quantised import QuantisedWeight, WeightKind
+from headrace.engine.native.quantised import QuantisedWeight, WeightKind, hold_exactly
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * 2**20
 _LINE_BYTES = 64
+_WITH = {WeightKind.INT8: WeightKind.WITH_INT8, WeightKind.INT4: WeightKind.WITH_INT4}
 
 
 class NativeLinears:
@@ -42,18 +43,17 @@ class NativeLinears:
         is_fast = variant in ("avx512bf16", "avx2") or (variant == "avx512" and weight.dtype is torch.float32)
         return code is not None and is_fast and weight.shape[1] % 2 == 0 and weight.device.type == "cpu"
 
-    def suits_kept_bf16(self) -> bool:
-        """Whether the kernels compute in fp32 with weights that stay in bf16."""
+    def suits_kept(self) -> bool:
+        """Whether the kernels compute in fp32 with weights that are read in fewer bits."""
         return self._library.variant == "avx2"
 
-    def can_keep_bf16(self, weight: Tensor) -> bool:
-        """Whether `make_kept_bf16` takes such a weight.
+    def can_keep(self, weight: Tensor) -> bool:
+        """Whether `make_kept` takes such a weight.
 
         Args:
             weight: (N, K).
         """
-        is_fp32 = weight.dtype is torch.float32 and weight.device.type == "cpu"
-        return self.suits_kept_bf16() and is_fp32 and weight.shape[1] % 2 == 0 and _is_exact_in_bf16(weight)
+        return self.suits_kept() and weight.dtype is torch.float32 and self.suits(weight)
 
     def suits_quantised(self) -> bool:
         """Whether this processor multiplies whole numbers fast enough to make quantised weights worth it."""
@@ -72,15 +72,54 @@ class NativeLinears:
         Raises:
             ValueError: the kernels don't take such a type.
         """
-        num_outputs, num_groups = weight.scales.shape
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the kernels take fp32 or bf16 inputs, not {dtype}")
-        _check_bias(bias, dtype, num_outputs)
-        functions, kind = self._library.functions, weight.kind.value
-        packed = self._take(functions.headrace_packed_quantised_bytes(kind, num_outputs, weight.width))
+        shape = (weight.scales.shape[0], weight.width)
+        _check_bias(bias, dtype, shape[0])
+        packed = self._take(self._num_bytes(weight))
+        self._pack_numbers(weight, packed)
+        return NativeLinear(self._library, PackedWeight(packed, shape, dtype, weight.kind), bias)
+
+    def make_kept(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        """Pack a weight that fewer bits may hold exactly: in bf16 alone, or with the whole numbers that it
+        was restored from beside it; as `make` does where neither holds it. What comes out is what `make`
+        gives, to the bit.
+
+        Args:
+            weight: (N, K), fp32 on the CPU; K even.
+            bias: (N,), fp32.
+
+        Raises:
+            ValueError: the kernels don't take such a weight.
+        """
+        if not self.can_keep(weight):
+            raise ValueError(
+                f"the kernels for {self._library.variant} keep no {weight.dtype} weights of width "
+                f"{weight.shape[1]} in fewer bits"
+            )
+        _check_bias(bias, weight.dtype, weight.shape[0])
+        held = hold_exactly(weight)
+        if held is not None:
+            packed = self._pack(weight, held)
+            kept = PackedWeight(packed.memory, packed.shape, torch.float32, _WITH[held.kind])
+        elif _is_exact_in_bf16(weight):
+            packed = self._pack(weight.bfloat16())
+            kept = PackedWeight(packed.memory, packed.shape, torch.float32, WeightKind.KEPT_BF16)
+        else:
+            kept = self._pack(weight)
+        return NativeLinear(self._library, kept, bias)
+
+    def _num_bytes(self, numbers: QuantisedWeight) -> int:
+        num_outputs = numbers.scales.shape[0]
+        bytes_of = self._library.functions.headrace_packed_quantised_bytes
+        num_bytes: int = bytes_of(numbers.kind.value, num_outputs, numbers.width)
+        return num_bytes
+
+    def _pack_numbers(self, weight: QuantisedWeight, packed: Tensor) -> None:
+        num_outputs, num_groups = weight.scales.shape
         numbers, scales, least = (part.contiguous() for part in (weight.numbers, weight.scales, weight.least))
-        functions.headrace_pack_quantised(
-            kind,
+        self._library.functions.headrace_pack_quantised(
+            weight.kind.value,
             numbers.data_ptr(),
             scales.data_ptr(),
             least.data_ptr(),
@@ -89,8 +128,6 @@ class NativeLinears:
             packed.data_ptr(),
             torch.get_num_threads(),
         )
-        shape = (num_outputs, weight.width)
-        return NativeLinear(self._library, PackedWeight(packed, shape, dtype, weight.kind), bias)
 
     def make(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         """Pack a copy of a weight: the caller drops his own.
@@ -105,7 +142,8 @@ class NativeLinears:
         _check_bias(bias, weight.dtype, weight.shape[0])
         return NativeLinear(self._library, self._pack(weight), bias)
 
-    def _pack(self, weight: Tensor) -> PackedWeight:
+    def _pack(self, weight: Tensor, numbers: QuantisedWeight | None = None) -> PackedWeight:
+        """`numbers` are packed behind the weight."""
         functions, kernels = self._library.functions, self._library.kernels
         num_outputs, width = weight.shape
         code = DTYPE_CODES.get(weight.dtype)
@@ -114,32 +152,15 @@ class NativeLinears:
             raise ValueError(
                 f"the kernels for {self._library.variant} take no {weight.dtype} weights of width {width}"
             )
-        packed = self._take(functions.headrace_packed_bytes(code, num_outputs, width))
+        num_bytes = functions.headrace_packed_bytes(code, num_outputs, width)
+        packed = self._take(num_bytes + (0 if numbers is None else self._num_bytes(numbers)))
+        if numbers is not None:
+            self._pack_numbers(numbers, packed[num_bytes:])
         source = weight.contiguous()
         functions.headrace_pack(
             code, source.data_ptr(), num_outputs, width, packed.data_ptr(), torch.get_num_threads()
         )
         return PackedWeight(packed, (num_outputs, width), weight.dtype)
-
-    def make_kept_bf16(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-        """Pack a weight in half its memory. What comes out is what `make` gives, to the bit.
-
-        Args:
-            weight: (N, K), fp32 on the CPU, of numbers that bf16 holds exactly; K even.
-            bias: (N,), fp32.
-
-        Raises:
-            ValueError: the kernels don't take such a weight, or bf16 would round it.
-        """
-        if not self.can_keep_bf16(weight):
-            raise ValueError(
-                f"the kernels for {self._library.variant} don't keep {weight.dtype} weights of width "
-                f"{weight.shape[1]} in bfloat16, or it doesn't hold them exactly"
-            )
-        _check_bias(bias, weight.dtype, weight.shape[0])
-        packed = self._pack(weight.bfloat16())
-        kept = PackedWeight(packed.memory, packed.shape, torch.float32, WeightKind.KEPT_BF16)
-        return NativeLinear(self._library, kept, bias)
 
     def _take(self, num_bytes: int) -> Tensor:
         """Memory that begins with a cache line, so that no vector of the weights lies in two."""
@@ -156,7 +177,10 @@ def _check_bias(bias: Tensor | None, dtype: torch.dtype, num_outputs: int) -> No
 
 
 def _is_exact_in_bf16(weight: Tensor) -> bool:
-    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+    # Most weights that it doesn't hold show it in their first rows.
+    return not any(
+        bool((rows.view(torch.int32) & 0xFFFF).any()) for rows in torch.split(weight.contiguous(), 256)
+    )
 
 
 def _large_pages(num_bytes: int) -> Tensor:

@@ -66,7 +66,7 @@ class NativeStack:
         self._layers = tuple(layers)
         self._heads = heads
         first = self._layers[0]
-        self._dtype, kind = first.qkv.dtype, first.qkv.kind
+        self._dtype = first.qkv.dtype
         width, inner_width = first.qkv.shape[1], first.down.shape[1]
         query_width = heads.num_heads * heads.head_dim
         expected = (
@@ -79,11 +79,9 @@ class NativeStack:
             linears = (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
             gains = (layer.attention_gain, layer.mlp_gain)
             if tuple(linear.shape for linear in linears) != expected or any(
-                linear.dtype is not self._dtype or linear.kind is not kind for linear in linears
+                linear.dtype is not self._dtype for linear in linears
             ):
-                raise ValueError(
-                    f"the layers of a stack must be {self._dtype}, {kind.name} weights, of shapes {expected}"
-                )
+                raise ValueError(f"the layers of a stack must be {self._dtype}, of shapes {expected}")
             if any(
                 gain.dtype is not torch.float32 or gain.shape != (width,) or not gain.is_contiguous()
                 for gain in gains
@@ -93,7 +91,6 @@ class NativeStack:
         self._run = library.functions.headrace_stack_run
         self._stack = _Stack(
             DTYPE_CODES[self._dtype],
-            kind.value,
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
@@ -179,6 +176,7 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("down", "down_bias")),
         *((name, c_float) for name in ("attention_eps", "mlp_eps", "scale", "soft_cap")),
         *((name, c_int32) for name in ("window", "rotary")),
+        *((name, c_int32) for name in ("qkv_kind", "attention_out_kind", "gate_up_kind", "down_kind")),
     )
 
 
@@ -186,7 +184,7 @@ class _Stack(ctypes.Structure):
     width: int
 
     _fields_ = (
-        *((name, c_int32) for name in ("dtype", "weight_kind", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("width", "inner_width")),
         *((name, c_int32) for name in ("num_layers", "num_threads")),
     )
@@ -210,4 +208,5 @@ def _native_layer(layer: PlainLayer) -> _Layer:
         layer.attention.soft_cap or 0.0,
         layer.attention.window or 0,
         -1 if layer.rotary is None else layer.rotary,
+        *(linear.kind.value for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
     )

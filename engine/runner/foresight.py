@@ -22,7 +22,7 @@ from headrace.engine.models.loader import (
     choose_weight_kind,
     read_spec,
     settle_weight_kind,
-    suits_kept_bf16,
+    suits_kept,
 )
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import rotary_bytes
@@ -155,7 +155,7 @@ def _weight_kind(
             return settle_weight_kind(kind, checkpoint, spec, dtype, device)
     except ModelLoadError:
         # Whoever reads the weights says what is wrong with them: until then they count as little as they may.
-        may_be_kept = kind is WeightKind.SAME and suits_kept_bf16(dtype, device)
+        may_be_kept = kind is WeightKind.SAME and suits_kept(dtype, device)
         return WeightKind.KEPT_BF16 if may_be_kept else kind
 
 

@@ -44,11 +44,11 @@ struct HeadraceLayer {
   float scale, soft_cap;
   int32_t window;
   int32_t rotary;  // which factors turn its heads; -1: none
+  int32_t qkv_kind, attention_out_kind, gate_up_kind, down_kind;  // each a WeightKind
 };
 
 struct HeadraceStack {
   int32_t dtype;
-  int32_t weight_kind;  // of all weights
   int32_t num_heads, num_kv_heads, head_dim;
   int64_t width, inner_width;
   int32_t num_layers;

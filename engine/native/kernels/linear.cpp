@@ -5,6 +5,7 @@
 // that unit of all 32 outputs.
 #include <cstdlib>
 
+#include "numbers_avx2.h"
 #include "linear_avx2.h"
 #include "rows.h"
 #include "variant.h"
@@ -260,6 +261,15 @@ void multiply(const LinearCall& call, int64_t first_row, int64_t last_row, int64
   if (call.dtype == headrace::kBfloat16) return multiply_widened(call, first_row, last_row, first_panel, last_panel);
   if (call.kind == headrace::kKeptBf16)
     return multiply_typed<KeptBf16Linear>(call, first_row, last_row, first_panel, last_panel);
+  const bool has_numbers = call.kind == headrace::kWithInt8 || call.kind == headrace::kWithInt4;
+  if (has_numbers && last_row - first_row <= kMostKept) {
+    LinearCall few = call;
+    // They lie behind the weights.
+    few.weights += (call.num_outputs + kPanel - 1) / kPanel * kPanel * call.width;
+    const auto multiply_few = call.kind == headrace::kWithInt8 ? multiply_kept<Fp32Linear, false, float>
+                                                               : multiply_kept<Fp32Linear, true, float>;
+    return multiply_few(few, first_row, last_row, first_panel, last_panel);
+  }
 #endif
   multiply_typed<Fp32Linear>(call, first_row, last_row, first_panel, last_panel);
 }

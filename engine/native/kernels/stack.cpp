@@ -46,9 +46,9 @@ struct Run {
 
   int64_t query_width() const { return int64_t(stack.num_heads) * stack.head_dim; }
 
-  void multiply(const void* in, int64_t num_rows, int64_t width, const void* weights, const void* bias, void* out,
-                int64_t num_outputs, bool is_added) const {
-    headrace_multiply(kernels, stack.dtype, stack.weight_kind, stack.dtype == headrace::kFloat32, in, width, weights, bias,
+  void multiply(const void* in, int64_t num_rows, int64_t width, int32_t kind, const void* weights, const void* bias,
+                void* out, int64_t num_outputs, bool is_added) const {
+    headrace_multiply(kernels, stack.dtype, kind, stack.dtype == headrace::kFloat32, in, width, weights, bias,
                       is_added ? out : nullptr, num_outputs, out, num_rows, width, num_outputs, stack.num_threads);
   }
 
@@ -58,7 +58,7 @@ struct Run {
     const int64_t qkv_width = query_width() + 2 * kv_width;
     headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.attention_gain, layer.attention_eps, normed,
                       num_tokens, stack.width, stack.num_threads);
-    multiply(normed, num_tokens, stack.width, layer.qkv, layer.qkv_bias, qkv, qkv_width, false);
+    multiply(normed, num_tokens, stack.width, layer.qkv_kind, layer.qkv, layer.qkv_bias, qkv, qkv_width, false);
     if (layer.rotary >= 0) {
       const HeadraceRotary& factors = rotary[layer.rotary];
       headrace_rotate(kernels, stack.dtype, qkv, qkv_width, factors.cosine, factors.stride, factors.sine,
@@ -72,14 +72,14 @@ struct Run {
 
   // Brings what attention found back into `hidden`, then adds the MLP.
   void finish(const HeadraceLayer& layer, char* hidden, int64_t num_rows) const {
-    multiply(attended, num_rows, query_width(), layer.attention_out, layer.attention_out_bias, hidden, stack.width,
+    multiply(attended, num_rows, query_width(), layer.attention_out_kind, layer.attention_out, layer.attention_out_bias, hidden, stack.width,
              true);
     headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.mlp_gain, layer.mlp_eps, normed, num_rows,
                       stack.width, stack.num_threads);
-    multiply(normed, num_rows, stack.width, layer.gate_up, layer.gate_up_bias, gate_up, 2 * stack.inner_width, false);
+    multiply(normed, num_rows, stack.width, layer.gate_up_kind, layer.gate_up, layer.gate_up_bias, gate_up, 2 * stack.inner_width, false);
     headrace_gated_silu(kernels, stack.dtype, gate_up, 2 * stack.inner_width, gated, num_rows, stack.inner_width,
                         stack.num_threads);
-    multiply(gated, num_rows, stack.inner_width, layer.down, layer.down_bias, hidden, stack.width, true);
+    multiply(gated, num_rows, stack.inner_width, layer.down_kind, layer.down, layer.down_bias, hidden, stack.width, true);
   }
 };
 

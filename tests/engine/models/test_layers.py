@@ -18,7 +18,7 @@ from headrace.engine.models.layers import (
     make_linear,
 )
 from headrace.engine.native.kit import native_kit
-from headrace.engine.native.quantised import WeightKind
+from headrace.engine.native.quantised import KEPT_KINDS, WeightKind
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -43,7 +43,7 @@ def test_packed_and_plain_linears_agree(num_tokens: int, has_bias: bool, dtype: 
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("kind", [WeightKind.SAME, WeightKind.KEPT_BF16, WeightKind.INT8])
+@pytest.mark.parametrize("kind", [WeightKind.SAME, *KEPT_KINDS, WeightKind.INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_said_to_be_packed_is_packed(
     monkeypatch: pytest.MonkeyPatch, kind: WeightKind, dtype: torch.dtype, has_kernels: bool

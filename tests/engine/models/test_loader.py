@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from headrace.engine.config import ModelConfig, SamplingDefaults
 from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.models import loader
-from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder, suits_kept_bf16
+from headrace.engine.models.loader import LoadedDecoder, choose_dtype, load_decoder, suits_kept
 from headrace.engine.models.spec import DecoderSpec
+from headrace.engine.native.quantised import WeightKind, quantise
 from tests.support.contiguous_attention import ContiguousAttention
 from tests.support.model_files import edited_json, edited_tensors
 from tests.support.tiny_models import (
@@ -144,10 +145,41 @@ def test_weights_stored_in_bfloat16_stay_so_and_nothing_changes(
             tensors[name] = tensor.bfloat16().to(torch.float32 if "norm" in name else torch.bfloat16)
     with caplog.at_level(logging.INFO, logger="headrace"):
         ours = logits_of(folder)
-    if not suits_kept_bf16(torch.float32, CPU):
+    if not suits_kept(torch.float32, CPU):
         pytest.skip("the kernels are not built, or multiply bfloat16 themselves")
     assert "stay so" in caplog.text
-    monkeypatch.setattr(loader, "suits_kept_bf16", lambda dtype, device: False)
+    monkeypatch.setattr(loader, "suits_kept", lambda dtype, device: False)
+    assert torch.equal(ours, logits_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        # Of the layers, and of embedding and head.
+        ((WeightKind.INT4, WeightKind.INT8), "whole numbers of 4 bits, or of 8"),
+        ((WeightKind.INT8, WeightKind.INT8), "whole numbers of 8 bits with"),
+        ((WeightKind.INT4, None), "whole numbers of 4 bits, or of 8"),
+    ],
+)
+def test_weights_that_were_whole_numbers_stay_so_and_nothing_changes(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[WeightKind, WeightKind | None],
+    told: str,
+) -> None:
+    folder = write_tiny_llama(tmp_path, hidden_size=64, intermediate_size=96)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        for name, tensor in tensors.items():
+            kind = kinds[name in (HEAD, EMBEDDING)]
+            if tensor.ndim > 1 and kind is not None:
+                tensors[name] = quantise(tensor, kind).restored()
+    with caplog.at_level(logging.INFO, logger="headrace"):
+        ours = logits_of(folder)
+    if not suits_kept(torch.float32, CPU):
+        pytest.skip("the kernels are not built, or keep no weights in fewer bits on this processor")
+    assert told in caplog.text
+    monkeypatch.setattr(loader, "suits_kept", lambda dtype, device: False)
     assert torch.equal(ours, logits_of(folder))
 
 

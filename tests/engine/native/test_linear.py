@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from headrace.engine.native.library import NativeLibrary
 from headrace.engine.native.linear import NativeLinear, NativeLinears
-from headrace.engine.native.quantised import WeightKind
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TOLERANCES]
@@ -146,32 +145,3 @@ def test_only_what_is_faster_suits(library: NativeLibrary) -> None:
     assert not linears.suits(numbers(4, 3, dtype=torch.float32))
     assert not linears.suits(numbers(4, 4, dtype=torch.float16))
     assert not NativeLinears(NativeLibrary(library.path, "generic")).suits(numbers(4, 4, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 13, 49, 200])
-def test_weights_kept_in_bf16_change_no_bit(
-    library: NativeLibrary, num_rows: int, shape: tuple[int, int]
-) -> None:
-    linears = NativeLinears(library)
-    if not linears.suits_kept_bf16():
-        pytest.skip(f"{library.variant} multiplies bfloat16 itself, or not at all")
-    weight = numbers(*shape, dtype=torch.bfloat16).float()
-    bias = numbers(shape[0], dtype=torch.float32, seed=1)
-    inputs = numbers(num_rows, shape[1], dtype=torch.float32, seed=2)
-    residual = numbers(num_rows, shape[0], dtype=torch.float32, seed=3)
-    kept, whole = linears.make_kept_bf16(weight, bias), linears.make(weight, bias)
-    assert torch.equal(kept(inputs), whole(inputs))
-    assert torch.equal(kept.add_to(residual, inputs), whole.add_to(residual, inputs))
-    assert torch.equal(kept.wide(inputs), whole.wide(inputs))
-    assert (kept.kind, kept.dtype) == (WeightKind.KEPT_BF16, torch.float32)
-
-
-def test_what_bf16_would_round_is_not_kept_in_it(library: NativeLibrary) -> None:
-    linears = NativeLinears(library)
-    weight = torch.ones(4, 6)
-    assert linears.can_keep_bf16(weight) == linears.suits_kept_bf16()
-    weight[3, 5] = 1 + 2**-8
-    assert not linears.can_keep_bf16(weight)
-    with pytest.raises(ValueError, match="exactly"):
-        linears.make_kept_bf16(weight)

@@ -19,7 +19,7 @@ from headrace.engine.native.backend import NativeCpuBackend, NativeCpuStep
 from headrace.engine.native.kit import native_kit
 from headrace.engine.native.library import NativeLibrary
 from headrace.engine.native.linear import NativeLinears
-from headrace.engine.native.quantised import WeightKind, quantise
+from headrace.engine.native.quantised import QuantisedWeight, WeightKind, quantise
 from headrace.engine.native.stack import HeadShape, NativeStack, PlainLayer
 from headrace.engine.sampling.params import SamplingParams
 from headrace.engine.scheduling.plan import ScheduledSequence, StepPlan
@@ -152,6 +152,7 @@ def make_layer(library: NativeLibrary, *, width: int = 32, inner: int = 48) -> P
 
 
 HEADS = HeadShape(num_heads=2, num_kv_heads=1, head_dim=16)
+KINDS_OF = {"qkv": WeightKind.INT8, "gate_up": WeightKind.INT4, "down": WeightKind.INT8}
 
 
 def begin(library: NativeLibrary, *, head_dim: int = 16, num_tokens: int = 3) -> NativeCpuStep:
@@ -170,11 +171,43 @@ def test_layers_of_different_shapes_are_refused(library: NativeLibrary) -> None:
         NativeStack(library, [make_layer(library)], HeadShape(num_heads=4, num_kv_heads=1, head_dim=16))
 
 
-def test_layers_of_different_weights_are_refused(library: NativeLibrary) -> None:
-    linears, weight = NativeLinears(library), numbers(32, 48)
-    narrow = linears.make_quantised(quantise(weight, WeightKind.INT8), torch.float32)
-    with pytest.raises(ValueError, match="SAME weights"):
+def test_layers_of_different_types_are_refused(library: NativeLibrary) -> None:
+    weight = quantise(numbers(32, 48), WeightKind.INT8)
+    narrow = NativeLinears(library).make_quantised(weight, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"must be torch\.float32"):
         NativeStack(library, [dataclasses.replace(make_layer(library), down=narrow)], HEADS)
+
+
+def test_each_weight_may_be_kept_in_a_way_of_its_own(library: NativeLibrary) -> None:
+    linears, layer = NativeLinears(library), make_layer(library, inner=64)
+    weights = {name: quantise(numbers(*getattr(layer, name).shape), kind) for name, kind in KINDS_OF.items()}
+    quantised = {name: linears.make_quantised(weight, torch.float32) for name, weight in weights.items()}
+    mixed = dataclasses.replace(layer, **quantised)
+    step, rows = begin(library), torch.arange(3)
+    together = NativeStack(library, [mixed], HEADS).run(numbers(3, 32), (), step, rows)
+    # With others of the same kinds in their places, each of them counts.
+    for name, kind in KINDS_OF.items():
+        negative = quantise(-numbers(*getattr(layer, name).shape), kind)
+        other = linears.make_quantised(negative, torch.float32)
+        changed = NativeStack(library, [dataclasses.replace(mixed, **{name: other})], HEADS)
+        assert not torch.equal(changed.run(numbers(3, 32), (), step, rows), together)
+    if linears.suits_kept():
+        check_kept_layer(library, layer, weights, step)
+
+
+def check_kept_layer(
+    library: NativeLibrary, layer: PlainLayer, weights: dict[str, QuantisedWeight], step: NativeCpuStep
+) -> None:
+    """What a layer gives whose weights are kept in different ways is what whole ones give, to the bit."""
+    linears, rows = NativeLinears(library), torch.arange(3)
+    restored = {name: weight.restored() for name, weight in weights.items()}
+    kept = {name: linears.make_kept(weight) for name, weight in restored.items()}
+    assert {linear.kind for linear in kept.values()} == {WeightKind.WITH_INT8, WeightKind.WITH_INT4}
+    outputs = [
+        NativeStack(library, [dataclasses.replace(layer, **made)], HEADS).run(numbers(3, 32), (), step, rows)
+        for made in (kept, {name: linears.make(weight) for name, weight in restored.items()})
+    ]
+    assert torch.equal(*outputs)
 
 
 def test_attention_of_another_kind_is_not_taken(library: NativeLibrary) -> None:

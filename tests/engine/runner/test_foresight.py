@@ -23,7 +23,7 @@ from headrace.engine.config import (
 from headrace.engine.errors import ConfigError
 from headrace.engine.kv.storage import KVShape, plan_layout
 from headrace.engine.models.layers import is_packed
-from headrace.engine.models.loader import DTYPES, read_spec, suits_kept_bf16
+from headrace.engine.models.loader import DTYPES, read_spec, suits_kept
 from headrace.engine.models.reduced_head import REDUCED_HEAD_FILE
 from headrace.engine.models.rope import RotaryTable, rotary_bytes
 from headrace.engine.models.spec import EMBEDDING
@@ -134,7 +134,7 @@ def test_weights_that_find_no_room_are_told_of(folder: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_weights_count_as_much_as_they_are_going_to_take(tmp_path: Path, stored: torch.dtype) -> None:
-    if not suits_kept_bf16(torch.float32, CPU):
+    if not suits_kept(torch.float32, CPU):
         pytest.skip("the kernels are not built, or multiply bfloat16 themselves: all weights take four bytes")
     folder = write_tiny_llama(tmp_path, hidden_size=256)
     with edited_tensors(folder / "model.safetensors") as tensors:
