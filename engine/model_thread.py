@@ -48,6 +48,10 @@ class ModelThread:
             settle: Callable[..., None] = outcome.set_result
             try:
                 told: object = function(*arguments)
+            except StopIteration as fault:
+                # No future takes one: whoever waits would wait for good.
+                settle = outcome.set_exception
+                told = RuntimeError(f"{function} raised {fault!r}").with_traceback(fault.__traceback__)
             except BaseException as fault:
                 settle, told = outcome.set_exception, fault
             is_over.release()

@@ -49,6 +49,11 @@ async def test_what_is_raised_comes_back_and_the_thread_goes_on(
     assert await thread.run(str, 5) == "5"
 
 
+async def test_an_iterator_that_is_at_its_end_leaves_nobody_waiting(thread: ModelThread) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await thread.run(next, iter(()))
+
+
 async def test_a_call_that_waits_for_the_event_loop_does_not_stop_it(thread: ModelThread) -> None:
     is_told = threading.Event()
     asyncio.get_running_loop().call_soon(is_told.set)
