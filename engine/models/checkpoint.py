@@ -134,13 +134,9 @@ class Checkpoint:
         return tensor
 
     def first_rows(self, name: str, num_rows: int) -> Tensor:
-        """The begin of a tensor of at least two axes, as rows.
-
-        Args:
-            num_rows: at most so many of its first axis, or of the second where it has three.
-        """
-        tensor: Tensor = self._handle(name).get_slice(name)[:num_rows]  # type: ignore[no-untyped-call]
-        return tensor.flatten(0, -2)[:num_rows]
+        """The begin of a tensor's first axis, at most so much of it, as it is stored; no more is read."""
+        rows: Tensor = self._handle(name).get_slice(name)[:num_rows]  # type: ignore[no-untyped-call]
+        return rows
 
     def describe(self, name: str) -> str:
         """A tensor's name and file, for messages."""

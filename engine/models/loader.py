@@ -222,7 +222,8 @@ def settle_weight_kind(
 
     Args:
         kind: what was chosen; weights of the same type as is computed in stay bfloat16, or are read as the
-            whole numbers that they are, where nothing is lost by it. Tensors that the files lack don't count.
+            whole numbers that they are, where nothing is lost by it. Tensors that the files lack, or hold in
+            another shape, don't count.
 
     Returns:
         Of whole numbers the fewest bits that any weight takes; others take more, or are none.
@@ -230,7 +231,11 @@ def settle_weight_kind(
     if kind is not WeightKind.SAME or not suits_kept(dtype, device):
         return kind
     # Gains and biases, which a file may hold in another type, are few.
-    matrices = {name for name, shape in spec.tensors().items() if len(shape) > 1} & checkpoint.names
+    matrices = {
+        name
+        for name, shape in spec.tensors().items()
+        if len(shape) > 1 and name in checkpoint.names and checkpoint.shape(name) == shape
+    }
     if all(checkpoint.dtype(name) == "BF16" for name in matrices):
         return WeightKind.KEPT_BF16
     begins = (checkpoint.first_rows(name, _NUM_PROBED_ROWS).float() for name in sorted(matrices))

@@ -20,7 +20,7 @@ from headrace.engine.config import (
     Speculation,
     SpeculationConfig,
 )
-from headrace.engine.errors import ConfigError
+from headrace.engine.errors import ConfigError, ModelLoadError
 from headrace.engine.kv.storage import KVShape, plan_layout
 from headrace.engine.models.layers import is_packed
 from headrace.engine.models.loader import DTYPES, read_spec, suits_kept
@@ -130,6 +130,18 @@ def test_it_is_refused_before_weights_are_looked_for(
 def test_weights_that_find_no_room_are_told_of(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the weights take .* are free.*--weight-dtype"):
         check_room(make_config(folder), CPU, torch.float32, 1000)
+
+
+def test_a_tensor_of_another_shape_is_left_to_who_reads_it(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path)
+    with edited_tensors(folder / "model.safetensors") as tensors:
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(7)
+        tensors["model.layers.0.self_attn.o_proj.weight"] = torch.tensor(1.0)
+        tensors["model.layers.1.mlp.down_proj.weight"] = torch.ones(4, 0)
+    config = make_config(folder, CacheConfig(block_size=4, num_blocks=8))
+    check_room(config, CPU, torch.float32, 64 * MIB)
+    with pytest.raises(ModelLoadError, match=r"down_proj\.weight is \[7\]"):
+        load(config)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
