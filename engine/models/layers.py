@@ -73,11 +73,12 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, kind: WeightKind = W
         weight: (N, K), on the device and in the type that it is computed with.
         bias: (N,), the same.
         kind: how the weight is kept; what is quantised is computed by the compiled kernels alone. The kept
-            kinds take for each weight the fewest bits that hold it exactly, if any do.
+            kinds take for each weight the fewest bits that hold it exactly, if any do; where all are
+            stored in bf16 no room is taken for more than that.
     """
     kit = native_kit()
     if kit is not None and kind in KEPT_KINDS and kit.linears.can_keep(weight):
-        return kit.linears.make_kept(weight, bias)
+        return kit.linears.make_kept(weight, bias, takes_more_room=kind is not WeightKind.KEPT_BF16)
     if kit is not None and kind in (WeightKind.INT8, WeightKind.INT4):
         return kit.linears.make_quantised(quantise(weight, kind), weight.dtype, bias)
     if kit is not None and kit.linears.suits(weight):

@@ -80,7 +80,9 @@ class NativeLinears:
         self._pack_numbers(weight, packed)
         return NativeLinear(self._library, PackedWeight(packed, shape, dtype, weight.kind), bias)
 
-    def make_kept(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+    def make_kept(
+        self, weight: Tensor, bias: Tensor | None = None, *, takes_more_room: bool = True
+    ) -> NativeLinear:
         """Pack a weight that fewer bits may hold exactly: in bf16 alone, or with the whole numbers that it
         was restored from beside it; as `make` does where neither holds it. What comes out is what `make`
         gives, to the bit.
@@ -88,6 +90,7 @@ class NativeLinears:
         Args:
             weight: (N, K), fp32 on the CPU; K even.
             bias: (N,), fp32.
+            takes_more_room: whether whole numbers may lie beside the weight.
 
         Raises:
             ValueError: the kernels don't take such a weight.
@@ -98,7 +101,7 @@ class NativeLinears:
                 f"{weight.shape[1]} in fewer bits"
             )
         _check_bias(bias, weight.dtype, weight.shape[0])
-        held = hold_exactly(weight)
+        held = hold_exactly(weight) if takes_more_room else None
         if held is not None:
             packed = self._pack(weight, held)
             kept = PackedWeight(packed.memory, packed.shape, torch.float32, _WITH[held.kind])

@@ -111,6 +111,15 @@ def test_no_bit_changes_with_weights_that_bf16_holds(linears: NativeLinears, sha
         check_same(kept, whole, num_rows)
 
 
+def test_where_no_more_room_may_be_taken_bf16_is_all(linears: NativeLinears) -> None:
+    # As of a model of three values, which eight bits hold, too.
+    weight = (numbers(40, 64).sign() * 0.0123).bfloat16().float()
+    assert linears.make_kept(weight).kind is WeightKind.WITH_INT8
+    kept = linears.make_kept(weight, takes_more_room=False)
+    assert kept.kind is WeightKind.KEPT_BF16
+    check_same(kept, linears.make(weight), 5)
+
+
 def test_what_fewer_bits_would_round_stays_whole(linears: NativeLinears) -> None:
     weight = numbers(40, 64)
     kept = linears.make_kept(weight)
