@@ -84,7 +84,7 @@ def test_percentiles_are_of_those_that_ended_since_the_targets_were_set(changed:
     assert (told().num_sequences, told().num_over_tpot) == (2, 1)
 
 
-def test_percentiles_are_of_the_last_the_last_256_and_totals_of_all() -> None:
+def test_percentiles_are_of_the_last_256_and_totals_of_all() -> None:
     record, targets = ClassRecord(), LatencyTargets(ttft_s=50.0)
     for number in range(1, 301):
         record.note(ended(1000.0 - number), targets)
