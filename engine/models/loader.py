@@ -26,7 +26,7 @@ from headrace.engine.models.reduced_head import ReducedHead
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.native.kit import native_kit
-from headrace.engine.native.quantised import KEPT_KINDS, WeightKind, hold_exactly
+from headrace.engine.native.quantised import KEPT_KINDS, WeightKind
 from headrace.engine.runner.protocol import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -228,7 +228,8 @@ def settle_weight_kind(
     Returns:
         Of whole numbers the fewest bits that any weight takes; others take more, or are none.
     """
-    if kind is not WeightKind.SAME or not suits_kept(dtype, device):
+    kit = native_kit()
+    if kit is None or kind is not WeightKind.SAME or not suits_kept(dtype, device):
         return kind
     # Gains and biases, which a file may hold in another type, are few.
     matrices = {
@@ -239,7 +240,7 @@ def settle_weight_kind(
     if all(checkpoint.dtype(name) == "BF16" for name in matrices):
         return WeightKind.KEPT_BF16
     begins = (checkpoint.first_rows(name, _NUM_PROBED_ROWS).float() for name in sorted(matrices))
-    held = {found.kind for found in map(hold_exactly, begins) if found is not None}
+    held = {found.kind for found in map(kit.linears.hold_exactly, begins) if found is not None}
     return next((kept for few, kept in _WITH.items() if few in held), kind)
 
 

@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "can_multiply": (c_int32, (c_void_p, c_int32)),
     "packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "pack": (None, (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_int32)),
+    "find_numbers": (c_int32, (c_int32, *(c_void_p,) * 3, c_int32, c_int64, *(c_void_p,) * 2, c_int32)),
     "packed_quantised_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "pack_quantised": (None, (c_int32, *(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_int32)),
     "multiply": (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
-from headrace.engine.native.quantised import QuantisedWeight, WeightKind, hold_exactly
+from headrace.engine.native.quantised import GROUP_SIZE, QuantisedWeight, WeightKind, likely_scales
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class NativeLinears:
                 f"{weight.shape[1]} in fewer bits"
             )
         _check_bias(bias, weight.dtype, weight.shape[0])
-        held = hold_exactly(weight) if takes_more_room else None
+        held = self.hold_exactly(weight) if takes_more_room else None
         if held is not None:
             packed = self._pack(weight, held)
             kept = PackedWeight(packed.memory, packed.shape, torch.float32, _WITH[held.kind])
@@ -111,6 +111,39 @@ class NativeLinears:
         else:
             kept = self._pack(weight)
         return NativeLinear(self._library, kept, bias)
+
+    def hold_exactly(self, weight: Tensor) -> QuantisedWeight | None:
+        """Find the whole numbers that a weight was restored from, as those of many GGUF files are.
+
+        Args:
+            weight: (N, K), fp32 on the CPU, finite.
+
+        Returns:
+            Of four bits or, if they don't do, eight; None where neither gives each number of `weight` back.
+        """
+        if weight.shape[1] % GROUP_SIZE:
+            return None
+        groups = weight.contiguous().view(weight.shape[0], -1, GROUP_SIZE)
+        numbers = torch.empty(groups.shape, dtype=torch.uint8)
+        chosen = torch.empty(groups.shape[:2], dtype=torch.uint8)
+        for kind in (WeightKind.INT4, WeightKind.INT8):
+            scales, least = likely_scales(groups, kind)
+            is_found = self._library.functions.headrace_find_numbers(
+                kind.value,
+                groups.data_ptr(),
+                scales.data_ptr(),
+                least.data_ptr(),
+                scales.shape[0],
+                chosen.numel(),
+                numbers.data_ptr(),
+                chosen.data_ptr(),
+                torch.get_num_threads(),
+            )
+            if is_found:
+                index = chosen.long()[None]
+                parts = (choices.gather(0, index)[0].half() for choices in (scales, least))
+                return QuantisedWeight(kind, weight.shape[1], numbers, *parts)
+        return None
 
     def _num_bytes(self, numbers: QuantisedWeight) -> int:
         num_outputs = numbers.scales.shape[0]

@@ -16,7 +16,6 @@ GROUP_SIZE = 32
 """Inputs of a group: as many as in GGUF's common types, so that what had those keeps its numbers."""
 
 _INT8_OFFSET, _INT8_MOST, _INT4_MOST = 128, 127, 15
-_ROWS_AT_ONCE = 256
 
 
 class WeightKind(Enum):
@@ -59,59 +58,33 @@ class QuantisedWeight:
 
     def restored(self) -> Tensor:
         """What the numbers mean: (N, K), fp32."""
-        values = _restore(self.kind, self.numbers, self.scales, self.least)
-        return values.flatten(1)[:, : self.width]
+        offset = _INT8_OFFSET if self.kind is WeightKind.INT8 else 0
+        values = (self.numbers.float() - offset) * self.scales.float()[..., None]
+        return (values + self.least.float()[..., None]).flatten(1)[:, : self.width]
 
 
-def hold_exactly(weight: Tensor) -> QuantisedWeight | None:
-    """Find the whole numbers that a weight was restored from, as those of many GGUF files are.
+def likely_scales(groups: Tensor, kind: WeightKind) -> tuple[Tensor, Tensor]:
+    """What the usual formats would choose for groups of numbers that they give.
 
     Args:
-        weight: (N, K), fp32, finite.
+        groups: (N, G, 32), fp32, finite.
+        kind: INT8 or INT4.
 
     Returns:
-        Of four or, if they don't do, of eight bits; None where neither gives each number of `weight` back.
+        Scales and least values, fp32 as fp16 holds them: (choices, N, G) both.
     """
-    if weight.shape[1] % GROUP_SIZE:
-        return None
-    for kind in (WeightKind.INT4, WeightKind.INT8):
-        parts = []
-        # Some rows at a time: most weights show at their first that they are none, and memory stays small.
-        for rows in torch.split(weight, _ROWS_AT_ONCE):
-            part = _hold_rows(rows, kind)
-            if part is None:
-                break
-            parts.append(part)
-        else:
-            numbers, scales, least = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            return QuantisedWeight(kind, weight.shape[1], numbers, scales, least)
-    return None
-
-
-def _hold_rows(rows: Tensor, kind: WeightKind) -> tuple[Tensor, Tensor, Tensor] | None:
-    groups = rows.reshape(rows.shape[0], -1, GROUP_SIZE)
-    lowest, highest = groups.aminmax(dim=-1)
+    # Together they would take three times as long.
+    lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
     farthest = torch.where(-lowest > highest, lowest, highest)
-    none = torch.zeros_like(farthest)
-    # How the usual formats choose scales: Q4_1 spans a group's numbers, Q4_0 begins at the farthest from
-    # zero, Q8_0 ends there, Q5_0 is there after sixteen steps.
+    # Q4_1 spans a group's numbers, Q4_0 begins at the farthest from zero, Q8_0 ends there, Q5_0 is
+    # there after sixteen steps.
     if kind is WeightKind.INT4:
         choices = [((highest - lowest) / _INT4_MOST, lowest), (farthest / -8, farthest)]
     else:
+        none = torch.zeros_like(farthest)
         choices = [(farthest / _INT8_MOST, none), (farthest / 16, none)]
-    first = choices[0]
-    numbers, scales, least = _round(groups, kind, *first)
-    for choice in choices[1:]:
-        is_missed = (_restore(kind, numbers, scales, least) != groups).any(-1)
-        if not is_missed.any():
-            break
-        others = _round(groups, kind, *choice)
-        numbers = torch.where(is_missed[..., None], others[0], numbers)
-        scales, least = (
-            torch.where(is_missed, other, one) for other, one in ((others[1], scales), (others[2], least))
-        )
-    is_exact = torch.equal(_restore(kind, numbers, scales, least), groups)
-    return (numbers, scales, least) if is_exact else None
+    scales, least = (torch.stack(parts).half().float() for parts in zip(*choices, strict=True))
+    return scales, least
 
 
 def quantise(weight: Tensor, kind: WeightKind) -> QuantisedWeight:
@@ -128,22 +101,11 @@ def quantise(weight: Tensor, kind: WeightKind) -> QuantisedWeight:
         scales, least = torch.maximum(-lowest, highest) / _INT8_MOST, torch.zeros_like(lowest)
     else:
         scales, least = (highest - lowest) / _INT4_MOST, lowest
-    return QuantisedWeight(kind, width, *_round(groups, kind, scales, least))
-
-
-def _round(groups: Tensor, kind: WeightKind, scales: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, scales and least values of groups, as they are kept."""
     scales, least = scales.half(), least.half()
     # A group of equal weights, or of weights too small for a scale, is its least value throughout.
-    inverse = torch.where(scales != 0, 1.0 / scales.float(), 0.0)
+    inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)
     first, last = (-_INT8_MOST, _INT8_MOST) if kind is WeightKind.INT8 else (0, _INT4_MOST)
     numbers = ((groups - least.float()[..., None]) * inverse[..., None]).round_().clamp_(first, last)
     if kind is WeightKind.INT8:
         numbers += _INT8_OFFSET
-    return numbers.to(torch.uint8), scales, least
-
-
-def _restore(kind: WeightKind, numbers: Tensor, scales: Tensor, least: Tensor) -> Tensor:
-    offset = _INT8_OFFSET if kind is WeightKind.INT8 else 0
-    # The product is exact, so this rounds once.
-    return (numbers.float() - offset) * scales.float()[..., None] + least.float()[..., None]
+    return QuantisedWeight(kind, width, numbers.to(torch.uint8), scales, least)

@@ -286,6 +286,40 @@ void headrace_pack(int32_t dtype, const void* weights, int64_t num_outputs, int6
   });
 }
 
+// Whether every group of 32 numbers is what whole numbers give with one of its choices of a scale and a least value, the
+// first that does; of eight bits the least value is that of number 128. `scales` and `least` are (num_choices,
+// num_groups); `chosen` is (num_groups,) and `numbers` (num_groups, kGroup), both of no meaning where it is not so.
+int32_t headrace_find_numbers(int32_t weight_kind, const float* weights, const float* scales, const float* least,
+                              int32_t num_choices, int64_t num_groups, uint8_t* numbers, uint8_t* chosen,
+                              int32_t num_threads) {
+  const float first = weight_kind == kInt8 ? -127.f : 0.f, last = weight_kind == kInt8 ? 127.f : 15.f;
+  const float offset = weight_kind == kInt8 ? 128.f : 0.f;
+  const auto gives = [&](float scale, float zero, const float* group, uint8_t* out) {
+    const float inverse = scale != 0.f ? 1.f / scale : 0.f;
+    int num_others = 0;
+    for (int i = 0; i < kGroup; ++i) {
+      const float bounded = std::min(std::max((group[i] - zero) * inverse, first), last);
+      // Rounds to a whole one.
+      const float number = (bounded + 12582912.f) - 12582912.f;
+      num_others += number * scale + zero != group[i];
+      out[i] = uint8_t(number + offset);
+    }
+    return num_others == 0;
+  };
+  int32_t is_found = 1;
+  share(num_groups, kGroup, num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end && __atomic_load_n(&is_found, __ATOMIC_RELAXED); ++group) {
+      int choice = 0;
+      while (choice < num_choices && !gives(scales[choice * num_groups + group], least[choice * num_groups + group],
+                                            weights + group * kGroup, numbers + group * kGroup))
+        ++choice;
+      chosen[group] = uint8_t(choice);
+      if (choice == num_choices) __atomic_store_n(&is_found, 0, __ATOMIC_RELAXED);
+    }
+  });
+  return is_found;
+}
+
 // Number of bytes that packed weights of eight or four bits take.
 int64_t headrace_packed_quantised_bytes(int32_t weight_kind, int64_t num_outputs, int64_t width) {
   const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel, num_groups = (width + kGroup - 1) / kGroup;

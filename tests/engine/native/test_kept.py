@@ -10,7 +10,7 @@ from gguf.quants import quantize as quantise_as_gguf
 
 from headrace.engine.native.library import NativeLibrary
 from headrace.engine.native.linear import NativeLinear, NativeLinears
-from headrace.engine.native.quantised import QuantisedWeight, WeightKind, hold_exactly
+from headrace.engine.native.quantised import QuantisedWeight, WeightKind
 
 FORMATS = {
     "Q4_0": (GGMLQuantizationType.Q4_0, WeightKind.INT4, WeightKind.WITH_INT4),
@@ -43,36 +43,41 @@ def linears(library: NativeLibrary) -> NativeLinears:
     return linears
 
 
-def held(weight: torch.Tensor) -> QuantisedWeight:
-    found = hold_exactly(weight)
+def held(library: NativeLibrary, weight: torch.Tensor) -> QuantisedWeight:
+    found = NativeLinears(library).hold_exactly(weight)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_file_holds_in_few_bits_is_found(name: str, shape: tuple[int, int]) -> None:
+def test_what_a_file_holds_in_few_bits_is_found(
+    library: NativeLibrary, name: str, shape: tuple[int, int]
+) -> None:
     weight = stored(name, shape)
-    found = held(weight)
+    found = held(library, weight)
     assert found.kind is FORMATS[name][1]
     assert torch.equal(found.restored(), weight)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("place", [(0, 0), (299, 159)])
-def test_one_number_that_would_change_is_enough(name: str, place: tuple[int, int]) -> None:
+def test_one_number_that_would_change_is_enough(
+    library: NativeLibrary, name: str, place: tuple[int, int]
+) -> None:
     weight = stored(name, (300, 160))
     weight[place] = torch.nextafter(weight[place] + 0.01, torch.tensor(9.0))
-    assert hold_exactly(weight) is None
+    assert NativeLinears(library).hold_exactly(weight) is None
 
 
-def test_what_four_bits_do_not_hold_eight_may() -> None:
+def test_what_four_bits_do_not_hold_eight_may(library: NativeLibrary) -> None:
     weight = stored("Q8_0", (40, 64))
     weight[:39] = stored("Q4_0", (39, 64))
-    assert held(weight).kind is WeightKind.INT8
+    assert held(library, weight).kind is WeightKind.INT8
 
 
-def test_other_numbers_are_not_held() -> None:
+def test_other_numbers_are_not_held(library: NativeLibrary) -> None:
+    hold_exactly = NativeLinears(library).hold_exactly
     assert hold_exactly(numbers(64, 64)) is None
     assert hold_exactly(numbers(64, 64).bfloat16().float()) is None
     assert hold_exactly(torch.zeros(4, 30)) is None, "no whole groups"
