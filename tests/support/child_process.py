@@ -55,16 +55,19 @@ async def end_process(process: Process, grace_s: float = 0.0) -> None:
     if process.returncode is not None:
         return
     started = _descendants(process.pid)
-    with suppress(ProcessLookupError, TimeoutError):
-        if grace_s:
-            process.terminate()
-            await asyncio.wait_for(process.wait(), grace_s)
-    with suppress(ProcessLookupError):
-        process.kill()
-    # Before it is waited for: they may hold the other ends of its pipes.
-    for descendant in started:
-        with suppress(psutil.NoSuchProcess):
-            descendant.kill()
+    try:
+        with suppress(ProcessLookupError, TimeoutError):
+            if grace_s:
+                process.terminate()
+                await asyncio.wait_for(process.wait(), grace_s)
+    finally:
+        # Cancelled or not.
+        with suppress(ProcessLookupError):
+            process.kill()
+        # Before it is waited for: they may hold the other ends of its pipes.
+        for descendant in started:
+            with suppress(psutil.NoSuchProcess):
+                descendant.kill()
     await process.wait()
 
 

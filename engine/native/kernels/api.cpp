@@ -286,8 +286,8 @@ void headrace_pack(int32_t dtype, const void* weights, int64_t num_outputs, int6
   });
 }
 
-// Whether every group of 32 numbers is what whole numbers give with one of its choices of a scale and a least value, the
-// first that does; of eight bits the least value is that of number 128. `scales` and `least` are (num_choices,
+// Whether every group of 32 numbers is what whole numbers give with one of its choices of a scale and a least value,
+// the first that does; of eight bits the least value is that of number 128. `scales` and `least` are (num_choices,
 // num_groups); `chosen` is (num_groups,) and `numbers` (num_groups, kGroup), both of no meaning where it is not so.
 int32_t headrace_find_numbers(int32_t weight_kind, const float* weights, const float* scales, const float* least,
                               int32_t num_choices, int64_t num_groups, uint8_t* numbers, uint8_t* chosen,
@@ -410,7 +410,8 @@ void headrace_multiply(const void* kernels, int32_t dtype, int32_t weight_kind, 
       const int64_t share = std::max(least, (num_all - first) / num_takers);
       const int64_t block = first / num_panels, panel = first % num_panels;
       const int64_t count = std::min(share, num_panels - panel);
-      if (!__atomic_compare_exchange_n(&next, &first, first + count, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+      if (!__atomic_compare_exchange_n(&next, &first, first + count, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        continue;
       multiply(call, block_begin(block), block_begin(block + 1), panel, panel + count);
       first = __atomic_load_n(&next, __ATOMIC_RELAXED);
     }

@@ -73,8 +73,8 @@ struct Rotation {
 // Outputs of packed weights that lie together.
 constexpr int kPanel = 32;
 
-// How weights are kept: as numbers of the model's type, as whole numbers in groups of inputs with scales of their own, in
-// bf16 for fp32, or in fp32 and behind that as whole numbers, too.
+// How weights are kept: as numbers of the model's type, as whole numbers in groups of inputs with scales of their own,
+// in bf16 for fp32, or in fp32 and behind that as whole numbers, too.
 enum WeightKind : int32_t { kSame = 0, kInt8 = 1, kInt4 = 2, kKeptBf16 = 3, kWithInt8 = 4, kWithInt4 = 5 };
 
 // Inputs of a group.

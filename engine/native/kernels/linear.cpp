@@ -5,8 +5,8 @@
 // that unit of all 32 outputs.
 #include <cstdlib>
 
-#include "numbers_avx2.h"
 #include "linear_avx2.h"
+#include "numbers_avx2.h"
 #include "rows.h"
 #include "variant.h"
 

@@ -1,7 +1,7 @@
-// Products of few fp32 rows with the whole numbers that fp32 weights were restored from, for processors with AVX2 and no
-// more: few rows wait for weights, and these are a seventh or a quarter of them. Each weight is restored to the fp32
-// number that it is, and the sums are those of linear_avx2.h: the same to the bit. See quantised.cpp for how whole numbers
-// are packed.
+// Products of few fp32 rows with the whole numbers that fp32 weights were restored from, for processors with AVX2 and
+// no more: few rows wait for weights, and these are a seventh or a quarter of them. Each weight is restored to the fp32
+// number that it is, and the sums are those of linear_avx2.h: the same to the bit. See quantised.cpp for how whole
+// numbers are packed.
 #pragma once
 
 #include "linear_avx2.h"

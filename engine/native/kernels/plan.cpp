@@ -7,8 +7,8 @@ namespace headrace {
 
 namespace {
 
-// Query rows (tokens x G) of an item of a long chunk: the more of them, the cheaper is packing a tile's keys and values;
-// the fewer, the more evenly threads share the work.
+// Query rows (tokens x G) of an item of a long chunk: the more of them, the cheaper is packing a tile's keys and
+// values; the fewer, the more evenly threads share the work.
 constexpr int kLeastChunkRows = 96;
 constexpr int kMostChunkRows = 384;
 // Loading and packing a tile costs about as much as so many query rows.

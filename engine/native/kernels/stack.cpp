@@ -72,14 +72,16 @@ struct Run {
 
   // Brings what attention found back into `hidden`, then adds the MLP.
   void finish(const HeadraceLayer& layer, char* hidden, int64_t num_rows) const {
-    multiply(attended, num_rows, query_width(), layer.attention_out_kind, layer.attention_out, layer.attention_out_bias, hidden, stack.width,
-             true);
+    multiply(attended, num_rows, query_width(), layer.attention_out_kind, layer.attention_out,
+             layer.attention_out_bias, hidden, stack.width, true);
     headrace_rms_norm(kernels, stack.dtype, hidden, stack.width, layer.mlp_gain, layer.mlp_eps, normed, num_rows,
                       stack.width, stack.num_threads);
-    multiply(normed, num_rows, stack.width, layer.gate_up_kind, layer.gate_up, layer.gate_up_bias, gate_up, 2 * stack.inner_width, false);
+    multiply(normed, num_rows, stack.width, layer.gate_up_kind, layer.gate_up, layer.gate_up_bias, gate_up,
+             2 * stack.inner_width, false);
     headrace_gated_silu(kernels, stack.dtype, gate_up, 2 * stack.inner_width, gated, num_rows, stack.inner_width,
                         stack.num_threads);
-    multiply(gated, num_rows, stack.inner_width, layer.down_kind, layer.down, layer.down_bias, hidden, stack.width, true);
+    multiply(gated, num_rows, stack.inner_width, layer.down_kind, layer.down, layer.down_bias, hidden, stack.width,
+             true);
   }
 };
 
