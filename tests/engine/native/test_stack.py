@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from headrace.engine.models.loader import load_decoder
 from headrace.engine.native.backend import NativeCpuBackend, NativeCpuStep
 from headrace.engine.native.kit import native_kit
 from headrace.engine.native.library import NativeLibrary
-from headrace.engine.native.linear import NativeLinears
+from headrace.engine.native.linear import NativeLinear, NativeLinears
 from headrace.engine.native.quantised import QuantisedWeight, WeightKind, quantise
 from headrace.engine.native.stack import HeadShape, NativeStack, PlainLayer
 from headrace.engine.sampling.params import SamplingParams
@@ -182,17 +184,23 @@ def test_each_weight_may_be_kept_in_a_way_of_its_own(library: NativeLibrary) -> 
     linears, layer = NativeLinears(library), make_layer(library, inner=64)
     weights = {name: quantise(numbers(*getattr(layer, name).shape), kind) for name, kind in KINDS_OF.items()}
     quantised = {name: linears.make_quantised(weight, torch.float32) for name, weight in weights.items()}
-    mixed = dataclasses.replace(layer, **quantised)
+    mixed = with_linears(layer, quantised)
     step, rows = begin(library), torch.arange(3)
     together = NativeStack(library, [mixed], HEADS).run(numbers(3, 32), (), step, rows)
     # With others of the same kinds in their places, each of them counts.
     for name, kind in KINDS_OF.items():
         negative = quantise(-numbers(*getattr(layer, name).shape), kind)
         other = linears.make_quantised(negative, torch.float32)
-        changed = NativeStack(library, [dataclasses.replace(mixed, **{name: other})], HEADS)
+        changed = NativeStack(library, [with_linears(mixed, {name: other})], HEADS)
         assert not torch.equal(changed.run(numbers(3, 32), (), step, rows), together)
     if linears.suits_kept():
         check_kept_layer(library, layer, weights, step)
+
+
+def with_linears(layer: PlainLayer, linears: Mapping[str, NativeLinear]) -> PlainLayer:
+    """The layer with others in the places of these names."""
+    changes: dict[str, Any] = dict(linears)
+    return dataclasses.replace(layer, **changes)
 
 
 def check_kept_layer(
@@ -204,7 +212,7 @@ def check_kept_layer(
     kept = {name: linears.make_kept(weight) for name, weight in restored.items()}
     assert {linear.kind for linear in kept.values()} == {WeightKind.WITH_INT8, WeightKind.WITH_INT4}
     outputs = [
-        NativeStack(library, [dataclasses.replace(layer, **made)], HEADS).run(numbers(3, 32), (), step, rows)
+        NativeStack(library, [with_linears(layer, made)], HEADS).run(numbers(3, 32), (), step, rows)
         for made in (kept, {name: linears.make(weight) for name, weight in restored.items()})
     ]
     assert torch.equal(*outputs)
