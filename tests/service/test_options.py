@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -167,9 +168,7 @@ TAKEN: list[tuple[SamplingOptions, SamplingParams]] = [
 def test_a_good_option_arrives_and_is_told_back(options: SamplingOptions, params: SamplingParams) -> None:
     options.seed = 2**64 - 1
     start = parsed(StartGeneration(request_id="a", text="x", sampling=options))
-    assert start.sampling == SamplingParams(
-        **{name: getattr(params, name) for name in params.__slots__} | {"seed": 2**64 - 1}
-    )
+    assert start.sampling == replace(params, seed=2**64 - 1)
     told = sampling_to_proto(start.sampling, ("never",), best_of=3)
     assert list(told.bad_words) == ["never"]
     assert told.best_of == 3
