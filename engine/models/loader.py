@@ -26,7 +26,7 @@ from headrace.engine.models.reduced_head import ReducedHead
 from headrace.engine.models.registry import spec_of
 from headrace.engine.models.spec import EMBEDDING, HEAD, DecoderSpec
 from headrace.engine.native.kit import native_kit
-from headrace.engine.native.quantised import KEPT_KINDS, WeightKind
+from headrace.engine.native.quantised import KEPT_KINDS, WITH_NUMBERS, WeightKind
 from headrace.engine.runner.protocol import LoadProgress
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types by their names; "auto" names none."""
 _WEIGHT_KINDS = {"same": WeightKind.SAME, "int8": WeightKind.INT8, "int4": WeightKind.INT4}
-_WITH = {WeightKind.INT4: WeightKind.WITH_INT4, WeightKind.INT8: WeightKind.WITH_INT8}
 _KEPT_AS = {
     WeightKind.KEPT_BF16: "bfloat16 and stay so",
     WeightKind.WITH_INT4: "whole numbers of 4 bits, or of 8, with scales, which steps of few tokens read",
@@ -241,7 +240,7 @@ def settle_weight_kind(
         return WeightKind.KEPT_BF16
     begins = (checkpoint.first_rows(name, _NUM_PROBED_ROWS).float() for name in sorted(matrices))
     held = {found.kind for found in map(kit.linears.hold_exactly, begins) if found is not None}
-    return next((kept for few, kept in _WITH.items() if few in held), kind)
+    return next((kept for few, kept in WITH_NUMBERS.items() if few in held), kind)
 
 
 def suits_kept(dtype: torch.dtype, device: torch.device) -> bool:

@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from headrace.engine.native.library import DTYPE_CODES, NativeLibrary
-from headrace.engine.native.quantised import GROUP_SIZE, QuantisedWeight, WeightKind, likely_scales
+from headrace.engine.native.quantised import (
+    GROUP_SIZE,
+    WITH_NUMBERS,
+    QuantisedWeight,
+    WeightKind,
+    likely_scales,
+)
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * 2**20
 _LINE_BYTES = 64
-_WITH = {WeightKind.INT8: WeightKind.WITH_INT8, WeightKind.INT4: WeightKind.WITH_INT4}
 
 
 class NativeLinears:
@@ -104,7 +109,7 @@ class NativeLinears:
         held = self.hold_exactly(weight) if takes_more_room else None
         if held is not None:
             packed = self._pack(weight, held)
-            kept = PackedWeight(packed.memory, packed.shape, torch.float32, _WITH[held.kind])
+            kept = PackedWeight(packed.memory, packed.shape, torch.float32, WITH_NUMBERS[held.kind])
         elif _is_exact_in_bf16(weight):
             packed = self._pack(weight.bfloat16())
             kept = PackedWeight(packed.memory, packed.shape, torch.float32, WeightKind.KEPT_BF16)
@@ -126,7 +131,7 @@ class NativeLinears:
         groups = weight.contiguous().view(weight.shape[0], -1, GROUP_SIZE)
         numbers = torch.empty(groups.shape, dtype=torch.uint8)
         chosen = torch.empty(groups.shape[:2], dtype=torch.uint8)
-        for kind in (WeightKind.INT4, WeightKind.INT8):
+        for kind in WITH_NUMBERS:
             scales, least = likely_scales(groups, kind)
             is_found = self._library.functions.headrace_find_numbers(
                 kind.value,

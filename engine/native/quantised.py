@@ -38,6 +38,9 @@ class WeightKind(Enum):
 KEPT_KINDS = frozenset({WeightKind.KEPT_BF16, WeightKind.WITH_INT8, WeightKind.WITH_INT4})
 """Fewer bits are read than is computed in, and nothing is lost by it."""
 
+WITH_NUMBERS = {WeightKind.INT4: WeightKind.WITH_INT4, WeightKind.INT8: WeightKind.WITH_INT8}
+"""How a weight is kept with numbers of a kind beside it, the fewest bits first."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
