@@ -57,7 +57,7 @@ _VARIANT_FLAGS = {
 _VARIANT_SOURCES = ("attention.cpp", "linear.cpp", "quantised.cpp", "tokens.cpp")
 # What another variant's code does for one (see api.cpp).
 _BORROWED = {("avx512", "quantised.cpp")}
-_COMMON_SOURCES = ("api.cpp", "plan.cpp", "stack.cpp")
+_COMMON_SOURCES = ("api.cpp", "packing.cpp", "plan.cpp", "stack.cpp")
 _X86 = ("x86_64", "AMD64")
 
 

@@ -7,6 +7,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -95,6 +96,23 @@ void with_team(int num_threads, const Function& function) {
       team.help();
     }
   }
+}
+
+// Splits `count` things between threads if there is enough to do.
+template <typename Function>
+void share(int64_t count, int64_t work_per_thing, int num_threads, const Function& function) {
+  constexpr int64_t kLeastWork = 16384;  // numbers; below, starting a thread costs more than it saves
+  const int64_t useful = count * work_per_thing / kLeastWork;
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>({num_threads, count, useful}));
+  if (parts == 1) return function(0, count);
+  int64_t next_part = 0;
+  in_parallel(int(parts), [&] {
+    for (;;) {
+      const int64_t part = __atomic_fetch_add(&next_part, 1, __ATOMIC_RELAXED);
+      if (part >= parts) return;
+      function(count * part / parts, count * (part + 1) / parts);
+    }
+  });
 }
 
 }  // namespace headrace
